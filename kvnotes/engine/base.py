@@ -1,0 +1,224 @@
+"""What an engine is: the contract that every backend keeps.
+
+Owns `Engine` and the values it takes and returns. Knows token ids, plans and caches; no
+text, no fields. A batch axis exists only inside an engine.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from kvnotes.errors import EngineError, OutOfCacheError
+from kvnotes.plan import CostModel, Match, Plan
+from kvnotes.rope import Rotary
+from kvnotes.segment import KVCache, KVSegment
+from kvnotes.spec import ModelIdentity, ModelSpec
+
+Executor = Literal["fast", "loop"]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are chosen.
+
+    Args:
+        max_new_tokens: Stop after this many tokens.
+        temperature: 0 takes the most likely token; above 0 samples.
+        top_p: Sample from the smallest set of tokens with at least this probability.
+        top_k: Sample from the k most likely tokens; 0 means all.
+        seed: Seed of the sampler; the same seed gives the same tokens.
+        stop: Strings that end the text; the caller, who knows text, applies them.
+    """
+
+    max_new_tokens: int = 64
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        limits = {
+            "max_new_tokens": self.max_new_tokens >= 1,
+            "temperature": self.temperature >= 0,
+            "top_p": 0 < self.top_p <= 1,
+            "top_k": self.top_k >= 0,
+            "stop": all(self.stop),
+        }
+        for name, fine in limits.items():
+            if not fine:
+                raise EngineError(
+                    f"sampling parameter {name}={getattr(self, name)!r} is out of range",
+                    hint="max_new_tokens >= 1, temperature >= 0, 0 < top_p <= 1, top_k >= 0, "
+                    "stop strings not empty",
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class Execution:
+    """Result of a plan.
+
+    Args:
+        cache: The cache of the plan's target.
+        logits: Logits after the last token, float32 `[vocab]`; None if nothing was computed
+            at the end.
+        elapsed_ms: Wall time of the execution.
+    """
+
+    cache: KVCache
+    logits: Float[Tensor, " vocab"] | None
+    elapsed_ms: float
+
+    def last_logits(self) -> Float[Tensor, " vocab"]:
+        """Return the logits.
+
+        Raises:
+            EngineError: The plan ended in Reuse.
+        """
+        if self.logits is None:
+            raise EngineError(
+                "the plan ends in Reuse and yields no logits", hint="compute at least the last token"
+            )
+        return self.logits
+
+
+class Generation(Protocol):
+    """Tokens as they are generated; iterate it, then read `cache`."""
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield token ids, the stop token included."""
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Tokens yielded so far."""
+
+    @property
+    def cache(self) -> KVCache:
+        """Cache of the prompt and all generated tokens that were fed back (not the last)."""
+
+
+class Engine(ABC):
+    """Compiles, executes, generates and scores on one loaded model."""
+
+    identity: ModelIdentity
+    rotary: Rotary
+    cost: CostModel
+
+    @property
+    def spec(self) -> ModelSpec:
+        """Shapes and rotary embedding of the model."""
+        return self.identity.spec
+
+    @property
+    def fingerprint(self) -> str:
+        """Who computes here; segments of another fingerprint are refused."""
+        return self.identity.fingerprint
+
+    @abstractmethod
+    def compile(self, token_ids: Sequence[int], preamble_ids: Sequence[int] = ()) -> KVSegment:
+        """Prefill tokens in isolation, behind their declared preamble only.
+
+        Raises:
+            EngineError: Nothing to compile.
+            OutOfCacheError: Preamble and tokens exceed the model's context.
+        """
+
+    @abstractmethod
+    def execute(
+        self,
+        plan: Plan,
+        *,
+        base: KVCache | None = None,
+        segments: Iterable[KVSegment] = (),
+        consume: bool = False,
+        executor: Executor = "fast",
+    ) -> Execution:
+        """Run a plan.
+
+        Args:
+            plan: What to reuse, move and compute.
+            base: The cache whose runs the plan reuses.
+            segments: Compiled segments it reuses.
+            consume: The caller will not use `base` again: its memory may be overwritten.
+            executor: `fast` is one masked forward; `loop` is the plain reference.
+
+        Raises:
+            UnknownSegmentError: A run is held neither by `base` nor by `segments`.
+            SpecMismatchError: A source belongs to another model.
+            OutOfCacheError: The target is longer than the model's context.
+        """
+
+    @abstractmethod
+    def generate(
+        self, start: Execution, params: SamplingParams, stop_ids: frozenset[int] = frozenset()
+    ) -> Generation:
+        """Continue an execution token by token.
+
+        Raises:
+            OutOfCacheError: Prompt and limit exceed the model's context, before any work.
+        """
+
+    @abstractmethod
+    def score(self, start: Execution, choices: Sequence[Sequence[int]]) -> tuple[float, ...]:
+        """Return the summed log-probability of each choice's tokens after the prompt."""
+
+    @abstractmethod
+    def note_scores(
+        self, cache: KVCache, token_ids: Sequence[int], matches: Sequence[Match]
+    ) -> list[tuple[int, float]]:
+        """Score how much the K/V of each token from `start` on would change.
+
+        Runs the first layers only, over `token_ids` with `cache` up to `start`, and compares
+        with what `cache` holds there (CacheBlend's key deviation).
+        """
+
+    @property
+    @abstractmethod
+    def note_score_share(self) -> float:
+        """Share of the layers that `note_scores` runs."""
+
+    @abstractmethod
+    def masked_forward(
+        self,
+        token_ids: Sequence[int],
+        positions: Int[Tensor, " tokens"],
+        visible: Bool[Tensor, "tokens tokens"],
+        rows: Sequence[int],
+    ) -> Float[Tensor, "rows vocab"]:
+        """One forward without any cache, each token seeing what `visible` says: the oracle."""
+
+    def prefill(self, token_ids: Sequence[int]) -> Execution:
+        """Compute everything from nothing: the exact reference."""
+        return self.execute(Plan.prefill(token_ids))
+
+    def check_length(self, num_tokens: int, what: str) -> None:
+        """Refuse what does not fit, before any work.
+
+        Raises:
+            OutOfCacheError: Names both lengths.
+        """
+        if num_tokens > self.spec.max_positions:
+            raise OutOfCacheError(
+                f"{what} needs {num_tokens} tokens, the model's context has "
+                f"{self.spec.max_positions}",
+                hint="delete messages, shorten a segment, or generate less",
+            )
+
+
+class Stopwatch:
+    """Wall time in milliseconds since it was made."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+
+    @property
+    def elapsed_ms(self) -> float:
+        """Milliseconds so far."""
+        return (time.perf_counter() - self._start) * 1e3

@@ -1,0 +1,130 @@
+"""Where a plan's result goes: the buffer it may use, what is copied, what it leaves.
+
+Owns the memory side of executing a plan; the model side is in `hf`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from kvnotes.errors import UnknownSegmentError
+from kvnotes.plan import Compute, Layout, Plan, Reuse, Run
+from kvnotes.plan.lineage import extend
+from kvnotes.rope import Rotary, turn_keys
+from kvnotes.segment import Buffer, KVCache, KVSegment
+from kvnotes.spec import ModelIdentity
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Buffer to write into (None: allocate) and the views it does not hold yet."""
+
+    buffer: Buffer | None
+    missing: tuple[Reuse, ...]
+
+
+def target_buffer(
+    plan: Plan, base: KVCache | None, sources: Sequence[KVSegment], *, consume: bool
+) -> Target:
+    """Decide whether a plan may run in the memory of `base`.
+
+    It may if every slot to be written is read by no other live cache, and nothing that must
+    be copied comes from that memory itself. Otherwise everything goes to a new buffer, from
+    the source copies.
+    """
+    views = tuple(step for step in plan.steps if isinstance(step, Reuse))
+    if base is None or base.buffer.capacity < len(plan.token_ids):
+        return Target(None, views)
+    missing = tuple(view for view in views if not base.holds(view))
+    if any(find_source(view.run, sources).buffer is base.buffer for view in missing):
+        return Target(None, views)
+    written = [view.target_start for view in missing]
+    written += [step.target_start for step in plan.steps if isinstance(step, Compute)]
+    first = min(written, default=len(plan.token_ids))
+    if not base.buffer.writable(first, except_for=base if consume else None):
+        return Target(None, views)
+    if first < base.length:
+        base.close()
+    return Target(base.buffer, missing)
+
+
+def find_source(run: Run, sources: Sequence[KVSegment]) -> KVSegment:
+    """Return the segment that holds a run.
+
+    Raises:
+        UnknownSegmentError: None of the sources does.
+    """
+    for segment in sources:
+        if segment.run is run:
+            return segment
+    for segment in sources:
+        if segment.run == run:
+            return segment
+    raise UnknownSegmentError(
+        f"the plan reuses run {run.digest[:12]} of {len(run)} tokens, {len(sources)} other "
+        "segments were given",
+        hint="pass the compiled segment, or plan again from the cache that is given",
+    )
+
+
+def place(
+    view: Reuse,
+    sources: Sequence[KVSegment],
+    buffer: Buffer,
+    rotary: Rotary,
+    *,
+    slot: int | None = None,
+) -> None:
+    """Copy a view into a buffer, keys moved to their target positions, from the source copy."""
+    segment = find_source(view.run, sources)
+    part = slice(view.source_start, view.source_stop)
+    first = view.target_start if slot is None else slot
+    goal = slice(first, first + view.num_tokens)
+    turn = None
+    if view.moved:
+        source = view.run.start + view.source_start
+        turn = rotary.shift(source, view.target_start, view.num_tokens)
+    layers = zip(segment.keys, segment.values, buffer.keys, buffer.values, strict=True)
+    for keys, values, to_keys, to_values in layers:
+        to_values[:, goal] = values[:, part]
+        if turn is None:
+            to_keys[:, goal] = keys[:, part]
+        else:
+            turn_keys(keys[:, part], turn, rotary.spec, to_keys[:, goal])
+
+
+def settle(
+    plan: Plan, sources: Sequence[KVSegment], buffer: Buffer, identity: ModelIdentity
+) -> KVCache:
+    """Return the cache a plan leaves in `buffer`; runs that continue each other are joined."""
+    layout: Layout = ()
+    held: list[KVSegment] = []
+    for step, view in zip(plan.steps, plan.layout, strict=True):
+        if isinstance(step, Compute):
+            segment = buffer.segment(view.run, view.target_start, identity)
+        else:
+            segment = find_source(view.run, sources)
+            view = replace(view, run=segment.run)
+        layout, held = _append(layout, held, view, segment, buffer)
+    return KVCache(layout, held, buffer, identity)
+
+
+def _append(
+    layout: Layout, held: list[KVSegment], view: Reuse, segment: KVSegment, buffer: Buffer
+) -> tuple[Layout, list[KVSegment]]:
+    """Add a view; if it continues the one before in the same memory, make one run of both."""
+    if layout and not layout[-1].moved and not view.moved:
+        previous = held[-1]
+        if _stands_in(previous, layout[-1], buffer) and _stands_in(segment, view, buffer):
+            joined = extend(extend((), layout[-1]), view)
+            if len(joined) == 1:
+                run = joined[0].run
+                slot = joined[0].target_start
+                return (*layout[:-1], joined[0]), [*held[:-1], buffer.segment(run, slot, segment.identity)]
+    return (*layout, view), [*held, segment]
+
+
+def _stands_in(segment: KVSegment, view: Reuse, buffer: Buffer) -> bool:
+    """Whether the view's source is this buffer, at the very slots of the view."""
+    return segment.buffer is buffer and segment.slot + view.source_start == view.target_start

@@ -1,0 +1,257 @@
+"""K/V of token runs, and caches made of them.
+
+Owns `KVSegment` (immutable K/V of one run), `Buffer` (memory that caches write into) and
+`KVCache` (views of segments, laid out in one buffer). No model calls here.
+
+    sources   segment "policy" at 0..1540      (compiled; shared by everybody)
+    layout    R policy[1:1540] at 34  +  runs computed in place
+    buffer    [ header | seam | policy moved to 34.. | order | turn 1 | ....free.... ]
+              ^ one writer at a time; a slot that another live cache reads is never written
+
+A buffer grows at its end only. A cache may write a slot when no other live cache reads
+that slot or a later one; otherwise it copies. So a fork costs nothing until it writes, two
+forks never see each other, and appending a turn copies nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from weakref import WeakKeyDictionary
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kvnotes.errors import UnknownSegmentError
+from kvnotes.plan.lineage import Layout, Reuse, Run, canonical, is_exact, layout_token_ids
+from kvnotes.spec import LayerSpec, ModelIdentity, ModelSpec
+
+SPARE_TOKENS = 512
+"""Free slots a new buffer gets, at least: some turns fit before it is copied to grow."""
+
+GROWTH = 1.25
+"""A new buffer is this much larger than what it must hold: appends are amortised O(1)."""
+
+LayerTensors = tuple[Float[Tensor, "kv_heads tokens head_dim"], ...]
+
+
+class Buffer:
+    """Preallocated K/V memory: per layer keys and values `[kv_heads, capacity, head_dim]`.
+
+    Args:
+        layers: Shape of each layer.
+        capacity: Number of token slots.
+        dtype: Element type.
+    """
+
+    @classmethod
+    def allocate(
+        cls, spec: ModelSpec, num_tokens: int, dtype: torch.dtype, *, grow: bool = False
+    ) -> Buffer:
+        """Return a buffer for `num_tokens`, with room to append if it is to `grow`."""
+        capacity = num_tokens
+        if grow:
+            capacity = min(max(int(num_tokens * GROWTH), num_tokens + SPARE_TOKENS), spec.max_positions)
+        return cls(spec.layers, max(capacity, num_tokens), dtype)
+
+    def __init__(self, layers: Sequence[LayerSpec], capacity: int, dtype: torch.dtype) -> None:
+        self.capacity = capacity
+        self.keys = [_empty(layer, capacity, dtype) for layer in layers]
+        self.values = [_empty(layer, capacity, dtype) for layer in layers]
+        self._extent: WeakKeyDictionary[object, int] = WeakKeyDictionary()
+
+    def read_until(self, reader: object, stop: int) -> None:
+        """Record that `reader` reads slots below `stop`, and no others, as long as it lives."""
+        self._extent[reader] = stop
+
+    def writable(self, start: int, *, except_for: object = None) -> bool:
+        """Whether slots from `start` on may be written: nobody else reads them."""
+        return all(
+            stop <= start or reader is except_for for reader, stop in self._extent.items()
+        )
+
+    def segment(self, run: Run, slot: int, identity: ModelIdentity) -> KVSegment:
+        """Return the K/V of `run` that stands at `slot`, as a view."""
+        part = slice(slot, slot + len(run))
+        keys = tuple(layer[:, part] for layer in self.keys)
+        values = tuple(layer[:, part] for layer in self.values)
+        return KVSegment(run, identity, keys, values, self, slot)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated."""
+        return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values))
+
+
+@dataclass(frozen=True, eq=False)
+class KVSegment:
+    """K/V of one run of tokens, immutable, at the positions where it was computed.
+
+    Args:
+        run: The tokens and their lineage.
+        identity: The model that computed it.
+        keys: Per layer, post-RoPE, `[kv_heads, tokens, head_dim]`.
+        values: Per layer, same shape.
+        buffer: The buffer these tensors are views of, if any.
+        slot: First slot in that buffer.
+        preamble_ids: The declared preamble of a compiled segment.
+    """
+
+    run: Run
+    identity: ModelIdentity
+    keys: LayerTensors
+    values: LayerTensors
+    buffer: Buffer | None = None
+    slot: int = 0
+    preamble_ids: tuple[int, ...] = ()
+
+    @property
+    def source_id(self) -> str:
+        """Content key of the run, including its lineage."""
+        return self.run.digest
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens."""
+        return len(self.run)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of K/V."""
+        return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values))
+
+    def checksum(self) -> float:
+        """Sum over all elements in float64: changes when anything is overwritten."""
+        return float(sum(t.double().abs().sum() for t in (*self.keys, *self.values)))
+
+
+class KVCache:
+    """The K/V of one token sequence: a layout over segments, materialized in a buffer.
+
+    Immutable for its users: engines return new caches. Its first `length` slots stay as
+    they are while the cache lives.
+
+    Args:
+        layout: What stands where, by target position from 0.
+        sources: The segments the layout's runs come from.
+        buffer: Memory that holds the sequence at slots `[0, length)`.
+        identity: The model.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        sources: Iterable[KVSegment],
+        buffer: Buffer,
+        identity: ModelIdentity,
+    ) -> None:
+        self.layout = layout
+        self.identity = identity
+        self.buffer = buffer
+        held = {id(view.run) for view in layout}
+        by_run = {id(segment.run): segment for segment in sources}
+        self._sources = {run: by_run[run] for run in held if run in by_run}
+        extents = {buffer: self.length}
+        for segment in self._sources.values():
+            if segment.buffer is not None and segment.buffer is not buffer:
+                stop = segment.slot + segment.num_tokens
+                extents[segment.buffer] = max(stop, extents.get(segment.buffer, 0))
+        for memory, stop in extents.items():
+            memory.read_until(self, stop)
+
+    @property
+    def length(self) -> int:
+        """Number of tokens."""
+        return self.layout[-1].target_stop if self.layout else 0
+
+    @property
+    def sources(self) -> tuple[KVSegment, ...]:
+        """The segments this cache is made of."""
+        return tuple(self._sources.values())
+
+    @cached_property
+    def token_ids(self) -> tuple[int, ...]:
+        """The tokens, in order."""
+        return layout_token_ids(self.layout)
+
+    @cached_property
+    def canonical_layout(self) -> Layout:
+        """The layout in its one canonical form."""
+        return canonical(self.layout)
+
+    @property
+    def exact(self) -> bool:
+        """Whether this equals a cold prefill of its tokens, by lineage."""
+        return is_exact(self.canonical_layout)
+
+    def source(self, run: Run) -> KVSegment:
+        """Return the segment that holds `run`.
+
+        Raises:
+            UnknownSegmentError: This cache holds no such run.
+        """
+        found = self._sources.get(id(run))
+        if found is None:
+            found = next((s for s in self._sources.values() if s.run == run), None)
+        if found is None:
+            raise UnknownSegmentError(
+                f"no segment holds the run {run.digest[:12]} of {len(run)} tokens; the cache has "
+                f"{len(self._sources)} others",
+                hint="compile the segment, or plan again from the cache that is given",
+            )
+        return found
+
+    def fork(self) -> KVCache:
+        """Return a cache that shares everything and goes its own way from here."""
+        return KVCache(self.layout, self.sources, self.buffer, self.identity)
+
+    def truncated(self, length: int) -> KVCache:
+        """Return the cache of the first `length` tokens; shares all memory."""
+        views = tuple(
+            view if view.target_stop <= length else view.clip(0, length)
+            for view in self.layout
+            if view.target_start < length
+        )
+        return KVCache(views, self.sources, self.buffer, self.identity)
+
+    def appended(self, segment: KVSegment) -> KVCache:
+        """Return this cache followed by a segment that stands behind it in its buffer."""
+        layout = (*self.layout, segment.run.whole())
+        return KVCache(layout, (*self.sources, segment), self.buffer, self.identity)
+
+    def moved_to(self, buffer: Buffer) -> KVCache:
+        """Return the same cache in another buffer that already holds a copy of it."""
+        return self if buffer is self.buffer else KVCache(self.layout, self.sources, buffer, self.identity)
+
+    def close(self) -> None:
+        """Give the memory up: an engine is about to overwrite it."""
+        self.buffer.read_until(self, 0)
+        self.layout = ()
+        self._sources = {}
+        self.__dict__.pop("token_ids", None)
+        self.__dict__.pop("canonical_layout", None)
+
+    def holds(self, view: Reuse) -> bool:
+        """Whether the buffer already has exactly this view at its target slots."""
+        position = view.target_start
+        for held in self.layout:
+            if held.target_start <= position < held.target_stop:
+                if held.run != view.run or held.shift != view.shift:
+                    return False
+                position = min(held.target_stop, view.target_stop)
+                if position == view.target_stop:
+                    return True
+        return False
+
+    def checksum(self) -> float:
+        """Sum over all held elements in float64: changes when anything is overwritten."""
+        total = 0.0
+        for layer in (*self.buffer.keys, *self.buffer.values):
+            total += float(layer[:, : self.length].double().abs().sum())
+        return total
+
+
+def _empty(layer: LayerSpec, capacity: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(layer.num_kv_heads, capacity, layer.head_dim, dtype=dtype)

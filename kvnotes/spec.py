@@ -1,0 +1,132 @@
+"""What a model caches, and who it is.
+
+Owns `ModelSpec` and `ModelIdentity`: shapes, layer kinds, the rotary embedding, and the
+fingerprint that says whether K/V of one model may enter another. Sees no weights, only
+their digest; engines fill it in.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Literal
+
+from kvnotes.errors import SpecMismatchError
+
+LayerKind = Literal["full", "sliding", "latent", "none"]
+Pairing = Literal["half", "interleaved"]
+
+
+@dataclass(frozen=True, slots=True)
+class RopeSpec:
+    """A rotary position embedding.
+
+    Args:
+        kind: The scaling as models name it: default, linear, llama3, yarn ...
+        rotary_dim: How many leading dimensions of a key are rotated.
+        pairing: Which dimensions form a pair: (i, i + rotary_dim/2) or (2i, 2i + 1).
+        table_digest: SHA-256 of the inverse frequencies in float32.
+    """
+
+    kind: str
+    rotary_dim: int
+    pairing: Pairing
+    table_digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """What one layer keeps per token."""
+
+    kind: LayerKind
+    num_kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Shapes of a decoder's cache and how its positions work.
+
+    Args:
+        model_type: The architecture's name.
+        layers: One entry per layer.
+        num_attention_heads: Query heads.
+        hidden_size: Width of the residual stream.
+        vocab_size: Number of logits.
+        max_positions: Longest context, in tokens.
+        dtype: Element type of weights and cache, for example `float32`.
+        rope: The rotary embedding.
+        num_parameters: Weights outside the embeddings; for cost estimates, no identity.
+    """
+
+    model_type: str
+    layers: tuple[LayerSpec, ...]
+    num_attention_heads: int
+    hidden_size: int
+    vocab_size: int
+    max_positions: int
+    dtype: str
+    rope: RopeSpec
+    num_parameters: int = 0
+
+    @property
+    def num_layers(self) -> int:
+        """Number of decoder layers."""
+        return len(self.layers)
+
+    def nbytes_per_token(self, itemsize: int) -> int:
+        """Bytes of K/V that one token takes, at `itemsize` bytes per element."""
+        return sum(2 * layer.num_kv_heads * layer.head_dim * itemsize for layer in self.layers)
+
+
+@dataclass(frozen=True)
+class ModelIdentity:
+    """Who computed a run of K/V: spec, weights, adapter."""
+
+    spec: ModelSpec
+    weights_digest: str
+    adapter: str = ""
+    quantization: str = ""
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 over everything that decides the K/V, 64 hex digits."""
+        text = json.dumps(self._facts(), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def _facts(self) -> dict[str, object]:
+        facts: dict[str, object] = asdict(self.spec)
+        del facts["num_parameters"]
+        facts["weights"] = self.weights_digest
+        facts["adapter"] = self.adapter
+        facts["quantization"] = self.quantization
+        return facts
+
+    def check_same(self, other: ModelIdentity, what: str) -> None:
+        """Refuse K/V of another model.
+
+        Args:
+            other: The identity that `what` was computed with.
+            what: Name of the thing, for the message.
+
+        Raises:
+            SpecMismatchError: Names the first fields that differ, with both values.
+        """
+        if other.fingerprint == self.fingerprint:
+            return
+        mine, theirs = self._facts(), other._facts()
+        differing = [name for name in mine if mine[name] != theirs.get(name)]
+        shown = "; ".join(
+            f"{name}: {_short(theirs.get(name))}, here {_short(mine[name])}" for name in differing[:3]
+        )
+        raise SpecMismatchError(
+            f"{what} was computed with another model ({shown})",
+            hint="compile it again with this model; K/V never fits another model, dtype or rope",
+        )
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= 40 else text[:37] + "..."
