@@ -1,0 +1,72 @@
+# Set-up, tests and the demo. Everything goes into .venv, with the exact versions of
+# requirements.lock; the second call takes no time.
+#
+#   make demo     run examples/retail.yaml with the embedded model
+#   make test     style, types and tests, the last under the oldest transformers too
+#   make bench    measure, and write the numbers to bench/results
+#   make clean    remove what these made
+#
+# PYTHON picks the interpreter. Where pip finds PyTorch only as a CUDA build of several GB,
+# TORCH_ARGS can point it elsewhere: make demo TORCH_ARGS="--index-url URL".
+
+PYTHON ?= python3
+TORCH_ARGS ?=
+PYTEST_ARGS ?=
+
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
+READY := .venv/.ready
+READY_519 := .venv-519/.ready
+RESULTS := build/test-results
+
+.PHONY: setup demo test lint types tests tests-519 bench clean
+
+setup: $(READY)
+
+demo: $(READY)
+	$(BIN)/kvnotes run examples/retail.yaml
+
+test: lint types tests tests-519
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(READY)
+	$(BIN)/mypy --strict kvnotes
+
+tests: $(READY)
+	$(BIN)/python -m pytest --junitxml=$(RESULTS)/main.xml $(PYTEST_ARGS)
+
+# Facts about transformers must hold at both ends of the supported range.
+tests-519: $(READY_519)
+	.venv-519/bin/python -c "import transformers as t; assert t.__version__ == '5.19.0', t.__version__"
+	.venv-519/bin/python -m pytest --junitxml=$(RESULTS)/transformers-519.xml $(PYTEST_ARGS) \
+	  tests/contract tests/model
+
+bench: $(READY)
+	$(BIN)/kvnotes bench
+
+clean:
+	rm -rf .venv .venv-519 .cache build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# torch comes first and alone, so that nothing else can ask pip for another build of it; its
+# second line installs nothing but the libraries that a CUDA build wants beside it.
+$(READY): requirements.lock pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(PIP) install --quiet --no-deps $(TORCH_ARGS) "$$(grep '^torch==' requirements.lock)"
+	$(PIP) install --quiet --no-deps -r requirements.lock
+	$(PIP) install --quiet $(TORCH_ARGS) -c requirements.lock "$$(grep '^torch==' requirements.lock)"
+	$(PIP) install --quiet --no-deps --no-build-isolation -e .
+	touch $@
+
+# Its own transformers, and through a .pth file everything else from .venv.
+$(READY_519): requirements-519.lock $(READY)
+	test -x .venv-519/bin/python || $(PYTHON) -m venv .venv-519
+	.venv-519/bin/python -m pip --disable-pip-version-check --no-input install --quiet --no-deps \
+	  -r requirements-519.lock
+	$(BIN)/python -c "import os, sysconfig; print(os.getcwd()); print(sysconfig.get_path('purelib'))" \
+	  > "$$(.venv-519/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/from-venv.pth"
+	touch $@
