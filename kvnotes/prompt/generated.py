@@ -1,0 +1,122 @@
+"""Generated messages: whether the rendering still shows what was generated.
+
+Owns the decision to keep generated ids. Does not tokenize.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvnotes.prompt.layout import Block, Layout
+from kvnotes.prompt.resolve import Resolved
+from kvnotes.prompt.spans import Rewrite
+
+if TYPE_CHECKING:
+    from kvnotes.prompt.tokenizer import DecodedIds, PromptTokenizer
+
+_THINKING = re.compile(r"<think>.*?</think>|^.*?</think>", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Generated ids in place of the characters `[start, stop)` of the rendered text.
+
+    Args:
+        start: First character.
+        stop: Character after the last, the end token included.
+        ids: The ids as generated.
+        text: What the ids decode to.
+    """
+
+    start: int
+    stop: int
+    ids: tuple[int, ...]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """The kept runs, in order, and what the template altered."""
+
+    runs: tuple[Run, ...]
+    rewrites: tuple[Rewrite, ...]
+    escaped: tuple[tuple[str, str], ...]
+
+
+def place_generated(
+    layout: Layout, messages: Sequence[Resolved], tokenizer: PromptTokenizer
+) -> Generated:
+    """Find each generated message in the rendered text.
+
+    Its ids are kept where the text shows the generation prompt and then exactly the generated
+    text. Where only the content is unchanged, its ids are kept and the change is reported;
+    where the content is changed, the rendered text counts and the change is reported.
+    """
+    runs: list[Run] = []
+    rewrites: list[Rewrite] = []
+    escaped: list[tuple[str, str]] = []
+    for block in layout.blocks:
+        if block.index < 0 or messages[block.index].decoded is None:
+            continue
+        message = messages[block.index]
+        decoded, ids = message.decoded, message.ids
+        assert decoded is not None and ids is not None
+        start = _start(layout, block, decoded, tokenizer)
+        if start is None:
+            rewrites.append(Rewrite(message.id, _reason(layout, block, decoded)))
+            escaped.extend((message.id, found) for found in decoded.found)
+            continue
+        if layout.roles and layout.text[block.start : start] != _header(layout, block, tokenizer):
+            rewrites.append(
+                Rewrite(message.id, "the turn is opened otherwise than it was generated")
+            )
+        stop, text = start + len(decoded.following), decoded.raw
+        word = message.stop_word
+        if word and layout.text.startswith(word, stop):
+            stop, text = stop + len(word), text + word
+        elif word:
+            ids = ids[:-1]
+            rewrites.append(Rewrite(message.id, f"the end token {word} is not rendered"))
+        runs.append(Run(start, stop, ids, text))
+    return Generated(tuple(runs), tuple(rewrites), tuple(escaped))
+
+
+def _header(layout: Layout, block: Block, tokenizer: PromptTokenizer) -> str | None:
+    """The generation prompt this message was generated behind, as far as it is known."""
+    if not layout.roles:
+        return ""
+    if block.index == 0:
+        return None
+    return tokenizer.shape.generation(layout.roles[block.index - 1])
+
+
+def _start(
+    layout: Layout, block: Block, decoded: DecodedIds, tokenizer: PromptTokenizer
+) -> int | None:
+    """Where the generated text begins in the rendering, or None if it is not there."""
+    following = decoded.following
+    header = _header(layout, block, tokenizer)
+    if header is not None:
+        start = block.start + len(header)
+        fits = start + len(following) <= block.stop
+        if fits and layout.text.startswith(header + following, block.start):
+            return start
+    if block.index in layout.contents:
+        start = layout.contents[block.index][1] - len(following)
+        if start >= block.start and layout.text.startswith(following, start):
+            return start
+    return None
+
+
+def _reason(layout: Layout, block: Block, decoded: DecodedIds) -> str:
+    shown = layout.text[block.start : block.stop]
+    content = decoded.content
+    if content.strip() and content.strip() in shown:
+        return "white space is trimmed"
+    answer = _THINKING.sub("", content).strip()
+    if answer != content.strip() and answer in shown:
+        return "thinking is stripped"
+    return "the text is altered"

@@ -1,0 +1,315 @@
+"""The tokenizer and the chat template: the only place that sees them.
+
+Owns encoding with character ranges, decoding, what counts as a control token, and the
+identity of both. Does not know messages.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cached_property, lru_cache
+from typing import Any
+
+import tokenizers
+
+from kvnotes.errors import TemplateError
+from kvnotes.prompt import capabilities
+from kvnotes.prompt.chat import ChatTemplate
+from kvnotes.prompt.escape import ControlText, Escaped
+from kvnotes.prompt.messages import ErratumStyle
+from kvnotes.prompt.shape import ChatShape
+from kvnotes.prompt.stream import StreamDecoder
+
+_CACHE = 4096
+_PROBES = (
+    "",
+    "\n",
+    "system\nBe brief.",
+    " 10:45, 12 o'clock  \n\n",
+    "user\nGr\u00fc\u00dfe \U0001f469\u200d\U0001f680 e\u0301 12",
+    "\tend ",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedPiece:
+    """A text and its tokens.
+
+    Args:
+        ids: The tokens.
+        starts: First character of each token, never decreasing.
+        stops: Character after the last of each token, never decreasing.
+        controls: Character ranges that became control tokens.
+    """
+
+    ids: tuple[int, ...]
+    starts: tuple[int, ...]
+    stops: tuple[int, ...]
+    controls: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DecodedIds:
+    """Generated ids as text.
+
+    Args:
+        content: What a chat template is given as the content: control strings that were
+            spelled out in ordinary tokens are escaped.
+        following: The same as it stands behind a control token (a leading space is kept).
+        raw: `following` without the escaping.
+        found: Control strings that were escaped.
+    """
+
+    content: str
+    following: str
+    raw: str
+    found: tuple[str, ...]
+
+
+class PromptTokenizer:
+    """A fast tokenizer of transformers with a chat template.
+
+    Args:
+        tokenizer: The tokenizer; later changes to it are not seen.
+        chat_template: Jinja source to use instead of the tokenizer's own.
+        erratum_style: Its marker is neutralised in untrusted text.
+        clock: Time that the template's `strftime_now` shows; None freezes it at first use.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        chat_template: str | None = None,
+        *,
+        erratum_style: ErratumStyle | None = None,
+        clock: datetime | None = None,
+    ) -> None:
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if not isinstance(backend, tokenizers.Tokenizer):
+            raise TemplateError(
+                f"a fast tokenizer is needed for character offsets, got {type(tokenizer).__name__}",
+                hint="load it with AutoTokenizer and a tokenizer.json in the folder",
+            )
+        self.erratum_style = erratum_style or ErratumStyle()
+        self._backend = _private_copy(backend)
+        self._special_ids = frozenset(int(i) for i in tokenizer.all_special_ids)
+        self._unk_id = tokenizer.unk_token_id
+        self._eos_id = tokenizer.eos_token_id
+        self._bos = str(tokenizer.bos_token or "")
+        variables = dict(tokenizer.special_tokens_map)
+        source = chat_template if chat_template is not None else _template_of(tokenizer)
+        self._chat = ChatTemplate(source, variables, clock) if source is not None else None
+        controls = _controls_of(tokenizer)
+        self.control_strings: frozenset[str] = frozenset(controls)
+        self.control_ids: frozenset[int] = frozenset(
+            i for word in controls if (i := self._backend.token_to_id(word)) is not None
+        )
+        self._splitters = tuple(word for word, splits in controls.items() if splits)
+        normalized = self._backend.normalizer is not None and _any_normalized(tokenizer)
+        self.control_text = ControlText(
+            self.control_strings,
+            self.erratum_style.marker,
+            self._find_control_tokens if normalized else None,
+        )
+        self.piece = lru_cache(_CACHE)(self._encode_piece)
+        self.escape = lru_cache(_CACHE)(self._escape)
+        self.decode_generated = lru_cache(_CACHE)(self._decode_generated)
+        identity = [self._backend.to_str(), source, sorted(map(str, variables.items()))]
+        self.identity: str = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether chat prompts can be rendered."""
+        return self._chat is not None
+
+    @property
+    def chat(self) -> ChatTemplate:
+        """The chat template.
+
+        Raises:
+            TemplateError: There is none.
+        """
+        if self._chat is None:
+            raise TemplateError(
+                "a chat prompt needs a chat template, and the tokenizer has none",
+                hint="pass chat_template=..., or use PromptTemplate.text_template",
+            )
+        return self._chat
+
+    @property
+    def clock(self) -> datetime | None:
+        """The frozen time of the chat template; None until it is first used."""
+        return self.chat.clock
+
+    @clock.setter
+    def clock(self, value: datetime | None) -> None:
+        self.chat.clock = value
+
+    @cached_property
+    def capabilities(self) -> capabilities.TemplateCapabilities:
+        """What orders of messages the chat template keeps in place."""
+        return capabilities.probe(self.chat)
+
+    @cached_property
+    def shape(self) -> ChatShape:
+        """What the chat template writes between messages."""
+        return ChatShape(self.chat, self._bos)
+
+    @cached_property
+    def eos_ids(self) -> frozenset[int]:
+        """End tokens: the tokenizer's own, and what ends an assistant turn of the template."""
+        found = set() if self._eos_id is None else {int(self._eos_id)}
+        if self._chat is not None:
+            for gap in self.shape.gaps("assistant", "user"):
+                piece = self.piece(gap.terminator)
+                found.update(piece.ids[: 1 if piece.controls[:1] == ((0, piece.stops[0]),) else 0])
+        return frozenset(found)
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Tokenize trusted text; control strings in it become control tokens."""
+        return self.piece(text).ids
+
+    def encode_untrusted(self, text: str) -> tuple[int, ...]:
+        """Tokenize text after escaping its control text."""
+        return self.piece(self.escape(text).text).ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ids, special tokens included."""
+        return self._backend.decode(list(ids), skip_special_tokens=False)
+
+    def token(self, token_id: int) -> str:
+        """Return one token as a string; control tokens as they are written."""
+        return str(self._backend.id_to_token(token_id))
+
+    def stream(self) -> StreamDecoder:
+        """Return an incremental detokenizer that leaves special tokens out."""
+        return StreamDecoder(self.decode, self._special_ids)
+
+    def is_stop(self, token_id: int) -> bool:
+        """Whether a generated id ends a turn."""
+        return token_id in self._special_ids or token_id in self.eos_ids
+
+    def can_split_before(self, text: str, start: int) -> bool:
+        """Whether tokens before character `start` cannot depend on the text from there."""
+        return text.startswith(self._splitters, start) and self._pieces_join
+
+    def count_controls(self, ids: Sequence[int]) -> int:
+        """Return the number of control tokens among ids."""
+        return sum(i in self.control_ids for i in ids)
+
+    @cached_property
+    def _pieces_join(self) -> bool:
+        """Whether pieces that begin with a control token concatenate to the whole's tokens."""
+        for word in self._splitters:
+            pieces = [word + text for text in _PROBES]
+            joined = tuple(i for piece in pieces for i in self._encode_piece(piece).ids)
+            if joined != self._encode_piece("".join(pieces)).ids:
+                return False
+        return True
+
+    def _encode_piece(self, text: str) -> EncodedPiece:
+        encoding = self._backend.encode(text, add_special_tokens=False)
+        ids: tuple[int, ...] = tuple(encoding.ids)
+        starts, stops = [], []
+        # Offsets are made monotone, so that bisection finds every token that covers a
+        # character; byte-level tokens of one character all have the character's offsets.
+        last = 0
+        for _, stop in encoding.offsets:
+            last = max(last, stop)
+            stops.append(last)
+        first = len(text)
+        for start, _ in reversed(encoding.offsets):
+            first = min(first, start)
+            starts.append(first)
+        starts.reverse()
+        controls = tuple(
+            (starts[k], stops[k])
+            for k, i in enumerate(ids)
+            if i in self.control_ids and not self._is_unknown(i, text[starts[k] : stops[k]])
+        )
+        return EncodedPiece(ids, tuple(starts), tuple(stops), controls)
+
+    def _is_unknown(self, token_id: int, text: str) -> bool:
+        """Whether the unknown token stands for ordinary text, not for its own string."""
+        return token_id == self._unk_id and text != self._backend.id_to_token(token_id)
+
+    def _find_control_tokens(self, text: str) -> list[tuple[int, int]]:
+        return list(self.piece(text).controls)
+
+    def _escape(self, text: str) -> Escaped:
+        return self.control_text.escape(text)
+
+    def _decode_generated(self, ids: tuple[int, ...]) -> DecodedIds:
+        content, following, raw = "", "", ""
+        found: list[str] = []
+        run: list[int] = []
+        for token_id in (*ids, None):
+            if token_id is not None and token_id not in self.control_ids:
+                run.append(token_id)
+                continue
+            behind = self._decode_behind(run)
+            escaped = self.control_text.escape(behind)
+            found.extend(escaped.found)
+            first = self.control_text.escape(self.decode(run)).text if run else ""
+            content += first if not content else escaped.text
+            word = "" if token_id is None else self.token(token_id)
+            content, following = content + word, following + escaped.text + word
+            raw, run = raw + behind + word, []
+        return DecodedIds(content, following, raw, tuple(found))
+
+    def _decode_behind(self, ids: list[int]) -> str:
+        """Decode ids as they stand behind other text: some decoders strip a leading space."""
+        anchor = self.piece("a").ids
+        return self.decode([*anchor, *ids])[len(self.decode(anchor)) :]
+
+
+def _private_copy(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """Copy a tokenizer without truncation, padding and post-processor.
+
+    Post-processors add begin tokens and trim white space off the offsets.
+    """
+    copy = tokenizers.Tokenizer.from_str(backend.to_str())
+    copy.no_truncation()
+    copy.no_padding()
+    copy.post_processor = None
+    return copy
+
+
+def _template_of(tokenizer: Any) -> str | None:
+    source = getattr(tokenizer, "chat_template", None)
+    if isinstance(source, dict):
+        source = source.get("default")
+    return source if isinstance(source, str) else None
+
+
+def _controls_of(tokenizer: Any) -> dict[str, bool]:
+    """Control strings, each with whether text may be cut before it.
+
+    White space that a tokenizer holds as added tokens (runs of newlines or blanks) is
+    ordinary text. A token that takes in white space to its left is no place to cut.
+    """
+    controls = {str(word): False for word in tokenizer.all_special_tokens}
+    for token in tokenizer.added_tokens_decoder.values():
+        word = str(token.content)
+        if token.special or word.replace("\u2581", " ").strip():
+            controls[word] = not (token.lstrip or token.single_word or token.normalized)
+    for word in controls:
+        if any(_overlaps(other, word) for other in controls):
+            controls[word] = False
+    controls.pop("", None)
+    return controls
+
+
+def _overlaps(first: str, second: str) -> bool:
+    """Whether `first` can begin before `second` and reach into it."""
+    return second[:1] in first[1:] and any(
+        second.startswith(first[k:]) or first[k:].startswith(second) for k in range(1, len(first))
+    )
+
+
+def _any_normalized(tokenizer: Any) -> bool:
+    return any(token.normalized for token in tokenizer.added_tokens_decoder.values())
