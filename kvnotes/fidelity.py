@@ -21,7 +21,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvnotes.engine.base import Engine
+from kvnotes.engine.base import Engine, Execution
 from kvnotes.errors import UnsupportedModelError
 from kvnotes.plan import (
     Compute,
@@ -161,30 +161,29 @@ def same_tokens_reference(engine: Engine, token_ids: Sequence[int]) -> Float[Ten
     return engine.prefill(token_ids).last_logits()
 
 
-def floor(
-    engine: Engine, token_ids: Sequence[int], cuts: Iterable[int]
-) -> tuple[float, ...]:
+def floor(engine: Engine, token_ids: Sequence[int], cuts: Iterable[int]) -> tuple[float, ...]:
     """Return KL divergences of exact prefix hits from a one-shot prefill.
 
     Args:
         engine: The engine.
-        token_ids: The prompt.
+        token_ids: The prompt, at least two tokens.
         cuts: Places where the plan under test cuts; filled up to `MIN_FLOOR_CUTS` evenly.
     """
-    ids = tuple(token_ids)
-    if len(ids) < 2:
-        return ()
-    whole = engine.prefill(ids)
-    places = sorted({cut for cut in cuts if 0 < cut < len(ids)})
-    spread = [round(len(ids) * (i + 1) / (MIN_FLOOR_CUTS + 1)) for i in range(MIN_FLOOR_CUTS)]
-    for place in spread:
-        if len(places) < MIN_FLOOR_CUTS and 0 < place < len(ids) and place not in places:
-            places.append(place)
+    size = len(token_ids)
+    places = {cut for cut in cuts if 0 < cut < size}
+    for i in range(MIN_FLOOR_CUTS):
+        if len(places) < MIN_FLOOR_CUTS:
+            places.add(max(1, size * (i + 1) // (MIN_FLOOR_CUTS + 1)))
+    return floor_of(engine, engine.prefill(token_ids), places)
+
+
+def floor_of(engine: Engine, whole: Execution, cuts: Iterable[int]) -> tuple[float, ...]:
+    """Return the same for a one-shot prefill that has already run, at exactly these cuts."""
+    ids = whole.cache.token_ids
     result = []
-    for cut in sorted(places):
+    for cut in sorted(cuts):
         prefix = whole.cache.truncated(cut)
-        steps = (*prefix.layout, Compute(cut, ids[cut:]))
-        hit = engine.execute(Plan(ids, steps), base=prefix)
+        hit = engine.execute(Plan(ids, (*prefix.layout, Compute(cut, ids[cut:]))), base=prefix)
         result.append(compare(hit.last_logits(), whole.last_logits()).kl_nats)
     return tuple(result)
 

@@ -233,18 +233,6 @@ class KVCache:
         self.__dict__.pop("token_ids", None)
         self.__dict__.pop("canonical_layout", None)
 
-    def holds(self, view: Reuse) -> bool:
-        """Whether the buffer already has exactly this view at its target slots."""
-        position = view.target_start
-        for held in self.layout:
-            if held.target_start <= position < held.target_stop:
-                if held.run != view.run or held.shift != view.shift:
-                    return False
-                position = min(held.target_stop, view.target_stop)
-                if position == view.target_stop:
-                    return True
-        return False
-
     def checksum(self) -> float:
         """Sum over all held elements in float64: changes when anything is overwritten."""
         total = 0.0

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from kvnotes.errors import UnknownSegmentError
 from kvnotes.plan import Compute, Layout, Plan, Reuse, Run
-from kvnotes.plan.lineage import extend
+from kvnotes.plan.lineage import extend, holds
 from kvnotes.rope import Rotary, turn_keys
 from kvnotes.segment import Buffer, KVCache, KVSegment
 from kvnotes.spec import ModelIdentity
@@ -36,7 +36,7 @@ def target_buffer(
     views = tuple(step for step in plan.steps if isinstance(step, Reuse))
     if base is None or base.buffer.capacity < len(plan.token_ids):
         return Target(None, views)
-    missing = tuple(view for view in views if not base.holds(view))
+    missing = tuple(view for view in views if not holds(base.layout, view))
     if any(find_source(view.run, sources).buffer is base.buffer for view in missing):
         return Target(None, views)
     written = [view.target_start for view in missing]

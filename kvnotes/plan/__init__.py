@@ -30,12 +30,13 @@ from kvnotes.plan.lineage import (
     clip,
     common_prefix,
     digest_tokens,
+    holds,
     is_exact,
     layout_token_ids,
     num_equal,
 )
 from kvnotes.plan.select import DEFAULT_NOTE_SHARE, select_notes
-from kvnotes.plan.steps import Compute, Plan, Step, TokenCounts, step_name
+from kvnotes.plan.steps import Compute, Plan, Step, TokenCounts
 
 __all__ = [
     "DEFAULT_NOTE_SHARE",
@@ -62,6 +63,7 @@ __all__ = [
     "clip",
     "common_prefix",
     "digest_tokens",
+    "holds",
     "is_exact",
     "layout_token_ids",
     "num_equal",
@@ -69,5 +71,4 @@ __all__ = [
     "plan_keep",
     "plan_suffix",
     "select_notes",
-    "step_name",
 ]

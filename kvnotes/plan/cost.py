@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvnotes.plan.lineage import Reuse
 from kvnotes.plan.steps import Compute, Plan
 
 MIN_SPLICE_TOKENS = 16
@@ -35,7 +34,7 @@ class CostModel:
             if isinstance(step, Compute):
                 mean_seen = step.target_start + step.num_tokens / 2
                 total += step.num_tokens * (self.ms_per_token + mean_seen * self.ms_per_pair)
-            elif isinstance(step, Reuse) and step.moved:
+            elif plan.step_name(step) == "R'":
                 total += step.num_tokens * self.ms_per_moved_token
         return total
 

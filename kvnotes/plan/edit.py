@@ -154,8 +154,8 @@ def plan_suffix(live: Layout, ideal: Plan, *, strategy: str = "suffix") -> Plan:
     """
     kept = common_prefix(canonical(live), ideal.canonical_layout)
     kept = min(kept, len(ideal.token_ids) - 1)
-    steps = (*clip(live, 0, kept), *_clip_steps(ideal.steps, kept))
-    return Plan(ideal.token_ids, _joined(steps), strategy, ideal.notes)
+    steps = (*clip(live, 0, kept), *_slice_steps(ideal.steps, kept, len(ideal.token_ids)))
+    return Plan(ideal.token_ids, _joined(steps), strategy, ideal.notes, live)
 
 
 def plan_keep(
@@ -192,7 +192,7 @@ def plan_keep(
     if steps and not isinstance(steps[-1], Compute):
         last = len(ideal.token_ids) - 1
         steps = [*_slice_steps(steps, 0, last), Compute(last, ideal.token_ids[last:])]
-    return Plan(ideal.token_ids, _joined(steps), strategy, (*ideal.notes, *notes))
+    return Plan(ideal.token_ids, _joined(steps), strategy, (*ideal.notes, *notes), live)
 
 
 def _keep(live: Layout, match: Match, forced: set[int], ids: tuple[int, ...]) -> Iterable[Step]:
@@ -212,10 +212,6 @@ def _keep(live: Layout, match: Match, forced: set[int], ids: tuple[int, ...]) ->
             else:
                 yield moved.clip(position, end)
             position = end
-
-
-def _clip_steps(steps: Sequence[Step], start: int) -> Iterable[Step]:
-    return _slice_steps(steps, start, steps[-1].target_stop if steps else 0)
 
 
 def _slice_steps(steps: Sequence[Step], start: int, stop: int) -> Iterable[Step]:

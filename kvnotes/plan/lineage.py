@@ -210,6 +210,19 @@ def clip(layout: Iterable[Reuse], start: int, stop: int) -> Layout:
     )
 
 
+def holds(layout: Layout, view: Reuse) -> bool:
+    """Whether a layout has exactly this view at its target positions already."""
+    position = view.target_start
+    for held in layout:
+        if held.target_start <= position < held.target_stop:
+            if held.shift != view.shift or held.run != view.run:
+                return False
+            position = held.target_stop
+            if position >= view.target_stop:
+                return True
+    return False
+
+
 def layout_token_ids(layout: Iterable[Reuse]) -> tuple[int, ...]:
     """Return the token ids a layout holds, in order."""
     return tuple(token for view in layout for token in view.token_ids)

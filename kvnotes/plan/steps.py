@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from kvnotes.errors import PlanGapError
-from kvnotes.plan.lineage import Layout, Reuse, Run, canonical, digest_tokens, extend, is_exact
+from kvnotes.plan.lineage import Layout, Reuse, Run, canonical, digest_tokens, extend, holds, is_exact
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ Step = Reuse | Compute
 
 @dataclass(frozen=True, slots=True)
 class TokenCounts:
-    """Where the tokens of a plan come from; `reused` counts only those that stay in place."""
+    """Where the tokens of a plan come from; `reused` are those that stay where they are."""
 
     total: int
     reused: int
@@ -55,6 +55,7 @@ class Plan:
         steps: Reuse and Compute, by target position.
         strategy: The name of the method that made it.
         notes: What the reader must know, for example `field_before_segment`.
+        base: Layout of the cache the plan starts from; what it holds in place is not moved.
 
     Raises:
         PlanGapError: The steps leave a gap, overlap, or hold other tokens.
@@ -64,20 +65,21 @@ class Plan:
     steps: tuple[Step, ...]
     strategy: str = "reprefill"
     notes: tuple[str, ...] = ()
+    base: Layout = ()
 
     def __post_init__(self) -> None:
         position = 0
         for step in self.steps:
             if step.target_start != position:
                 raise PlanGapError(
-                    f"step {step_name(step)} starts at token {step.target_start}, the step before it "
+                    f"step {self.step_name(step)} starts at token {step.target_start}, the step before it "
                     f"ends at {position}",
                     hint="steps must cover the target once, in order",
                 )
             wanted = self.token_ids[position : position + step.num_tokens]
             if wanted != step.token_ids:
                 raise PlanGapError(
-                    f"step {step_name(step)} at token {position} holds {list(step.token_ids[:4])}..., "
+                    f"step {self.step_name(step)} at token {position} holds {list(step.token_ids[:4])}..., "
                     f"the target has {list(wanted[:4])}...",
                     hint="a plan must end up with exactly the target's tokens",
                 )
@@ -96,12 +98,18 @@ class Plan:
         ids = tuple(token_ids)
         return cls(ids, (Compute(0, ids),) if ids else ())
 
+    def step_name(self, step: Step) -> str:
+        """Return `C`, `R` (stays where the base holds it) or `R'` (keys change position)."""
+        if isinstance(step, Compute):
+            return "C"
+        return "R'" if step.moved and not holds(self.base, step) else "R"
+
     @property
     def shape(self) -> str:
         """Kinds of steps in order, for example `R C R' C`; equal neighbours count once."""
         names: list[str] = []
         for step in self.steps:
-            name = step_name(step)
+            name = self.step_name(step)
             if not names or names[-1] != name:
                 names.append(name)
         return " ".join(names)
@@ -109,7 +117,7 @@ class Plan:
     @property
     def tokens(self) -> TokenCounts:
         """Token counts by source; they add up to the total."""
-        moved = sum(s.num_tokens for s in self.steps if isinstance(s, Reuse) and s.moved)
+        moved = sum(step.num_tokens for step in self.steps if self.step_name(step) == "R'")
         computed = sum(s.num_tokens for s in self.steps if isinstance(s, Compute))
         total = len(self.token_ids)
         return TokenCounts(total, total - moved - computed, moved, computed)
@@ -156,10 +164,3 @@ class Plan:
             for view in self.canonical_layout:
                 state.update(f"{view.source_id}@{view.target_start};".encode())
         return state.hexdigest()
-
-
-def step_name(step: Step) -> str:
-    """Return `R`, `R'` (moved) or `C`."""
-    if isinstance(step, Compute):
-        return "C"
-    return "R'" if step.moved else "R"

@@ -1,0 +1,59 @@
+"""kvnotes edits and composes the KV cache of language models.
+
+A field in a long cached prompt changes: kvnotes amends the cache. A policy, a tool list or
+a document is needed in a new conversation: kvnotes pastes its precompiled cache at any
+position. Every result can be compared with a full prefill.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvnotes.engine.base import SamplingParams
+    from kvnotes.prompt import ErratumStyle, Field, Message, PromptTemplate, SegmentText
+    from kvnotes.session import Model, Scorecard, Session, Turn, load
+
+try:
+    __version__ = version("kvnotes")
+except PackageNotFoundError:  # running from a source tree that is not installed
+    __version__ = "0+unknown"
+
+_HOMES = {
+    "SamplingParams": "kvnotes.engine.base",
+    "ErratumStyle": "kvnotes.prompt",
+    "Field": "kvnotes.prompt",
+    "Message": "kvnotes.prompt",
+    "PromptTemplate": "kvnotes.prompt",
+    "SegmentText": "kvnotes.prompt",
+    "Model": "kvnotes.session",
+    "Scorecard": "kvnotes.session",
+    "Session": "kvnotes.session",
+    "Turn": "kvnotes.session",
+    "load": "kvnotes.session",
+}
+
+__all__ = [
+    "ErratumStyle",
+    "Field",
+    "Message",
+    "Model",
+    "PromptTemplate",
+    "SamplingParams",
+    "Scorecard",
+    "SegmentText",
+    "Session",
+    "Turn",
+    "__version__",
+    "load",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import names on first use: `import kvnotes` takes no torch."""
+    from importlib import import_module
+
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'kvnotes' has no attribute {name!r}")

@@ -1,0 +1,19 @@
+"""Sessions: live conversations whose fields are edited and whose segments are spliced."""
+
+from kvnotes.session.loaded import Model, SegmentBook, load
+from kvnotes.session.report import Comparison, Decision, Evidence, Turn, Verification
+from kvnotes.session.session import Session
+from kvnotes.session.strategy import Scorecard
+
+__all__ = [
+    "Comparison",
+    "Decision",
+    "Evidence",
+    "Model",
+    "Scorecard",
+    "SegmentBook",
+    "Session",
+    "Turn",
+    "Verification",
+    "load",
+]

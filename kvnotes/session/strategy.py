@@ -1,0 +1,112 @@
+"""Which strategy a turn takes, and on what evidence.
+
+Exact by default, approximate when proved: `auto` is `suffix` until a scorecard of this
+very fingerprint, or a verify, or the user's word allows less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvnotes.engine.base import Engine
+from kvnotes.errors import SpecMismatchError
+from kvnotes.plan import DEFAULT_NUM_SEAM_TOKENS
+from kvnotes.session.operations import Append, Edit, Operation
+from kvnotes.session.report import Evidence
+
+LADDER = ("erratum", "refresh+erratum", "suffix", "reprefill")
+"""Escalation of a verify; every rung starts from the cache before the edit."""
+
+MIN_AGREEMENT = 0.95
+"""Lower end of a scorecard's interval that lets `auto` take its strategy."""
+
+_EXACTNESS = ("swap", "erratum", "selective", "refresh", "refresh+erratum", "suffix", "reprefill")
+
+
+@dataclass(frozen=True, slots=True)
+class Scorecard:
+    """What is proved about edits on one model.
+
+    Args:
+        fingerprint: The model it was measured on.
+        strategy: The cheapest strategy measured.
+        agreement_low: Lower end of the 95 % interval of its agreement with a clean prefill.
+        num_items: Items it was measured on.
+        num_seam_tokens: Seam that the model needs.
+    """
+
+    fingerprint: str
+    strategy: str
+    agreement_low: float
+    num_items: int
+    num_seam_tokens: int = DEFAULT_NUM_SEAM_TOKENS
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A strategy with its evidence.
+
+    Args:
+        strategy: What is done.
+        asked: What was asked for.
+        evidence: Why.
+        verify: Level of the verify asked for, if any.
+        keep: Nothing has changed but what is appended.
+        compile_after: Compile missing variants after the turn.
+        fallback_reason: Why `strategy` is not what was asked for.
+    """
+
+    strategy: str
+    asked: str
+    evidence: Evidence
+    verify: str | None = None
+    keep: bool = False
+    compile_after: bool = False
+    fallback_reason: str | None = None
+
+
+def choose(
+    waiting: Sequence[Operation], *, default: str, scorecard: Scorecard | None, engine: Engine
+) -> Choice:
+    """Return the strategy for all waiting operations: the most exact one asked for.
+
+    Raises:
+        SpecMismatchError: The scorecard belongs to another model.
+    """
+    if scorecard is not None and scorecard.fingerprint != engine.fingerprint:
+        raise SpecMismatchError(
+            f"the scorecard is of model {scorecard.fingerprint[:12]}, this is {engine.fingerprint[:12]}",
+            hint="measure this model, or leave the scorecard out",
+        )
+    changes = [o for o in waiting if not isinstance(o, Append)]
+    verify = next((o.verify for o in changes if isinstance(o, Edit) and o.verify), None)
+    asked = [o.strategy for o in changes] or [default]
+    exact, evidence = _auto(scorecard)
+    resolved = [exact if name == "auto" else name for name in asked]
+    if verify and "auto" in asked:
+        resolved = ["refresh+erratum" if name == "auto" else name for name in asked]
+        evidence = Evidence("verify", f"verify={verify!r} checks each rung before it is used")
+    strategy = max(resolved, key=_EXACTNESS.index)
+    name = asked[resolved.index(strategy)]
+    if name != "auto":
+        evidence = Evidence("user", f"strategy {strategy!r} was asked for")
+    return Choice(strategy, name, evidence, verify, keep=not changes)
+
+
+def ladder(strategy: str) -> tuple[str, ...]:
+    """Return the rungs of an escalation that starts with `strategy`."""
+    if strategy in LADDER:
+        return LADDER[LADDER.index(strategy) :]
+    return (strategy, *LADDER[1:])
+
+
+def _auto(scorecard: Scorecard | None) -> tuple[str, Evidence]:
+    if scorecard is None:
+        return "suffix", Evidence("none", "no scorecard for this model: exact by default")
+    shown = f"{scorecard.agreement_low:.2f} or more of {scorecard.num_items} items agree"
+    if scorecard.agreement_low < MIN_AGREEMENT:
+        return "suffix", Evidence(
+            "scorecard", f"{scorecard.strategy}: {shown}, {MIN_AGREEMENT} are needed: exact"
+        )
+    return scorecard.strategy, Evidence("scorecard", f"{scorecard.strategy}: {shown}")

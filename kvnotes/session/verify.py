@@ -1,0 +1,102 @@
+"""Checks of an edit: does the result decide as it should?
+
+`full` compares with a cold prefill of the current values. `cheap` may compute a quarter of
+the prompt: it makes a second, independent estimate (refresh without an erratum, plus the
+notes that deviate most) and asks whether both decide the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
+
+from kvnotes.engine.base import Execution
+from kvnotes.errors import PlanError
+from kvnotes.plan import Plan, plan_keep
+from kvnotes.prompt import TokenizedPrompt
+from kvnotes.session.edits import PromptState
+from kvnotes.session.planner import Live
+from kvnotes.session.reply import encode_choices
+
+if TYPE_CHECKING:
+    from kvnotes.session.session import Session
+
+VerifyLevel = Literal["cheap", "full"]
+
+CHEAP_SHARE = 0.25
+"""Most that a cheap check may compute, as a share of the prompt's tokens."""
+
+
+class Checker:
+    """Judges executions of one turn against the same check.
+
+    Args:
+        session: The session that asks.
+        level: `full` or `cheap`.
+        choices: Choices to decide between; None compares the most likely next token.
+    """
+
+    def __init__(self, session: Session, level: str, choices: Sequence[str] | None) -> None:
+        if level not in ("cheap", "full"):
+            raise PlanError(f"unknown verify level {level!r}", hint="use 'cheap' or 'full'")
+        self.level = level
+        self._session = session
+        self._encoded = encode_choices(session.model, choices) if choices else None
+        self._clean: tuple[tuple[int, ...], int] | None = None
+
+    def check(
+        self,
+        execution: Execution,
+        prompt: TokenizedPrompt,
+        state: PromptState,
+        live: Live | None,
+    ) -> tuple[bool, int]:
+        """Return whether the execution decides as the check, and what the check computed.
+
+        The second number is in tokens; a pass over a part of the layers counts that part.
+        """
+        if execution.cache.exact and not any(m.pinned or m.erratum_of for m in state.template.messages):
+            return True, 0
+        ours = self._decision(execution)
+        if self.level == "full" or live is None:
+            return self._check_full(ours, state)
+        return self._check_cheap(ours, prompt, state, live)
+
+    def _decision(self, execution: Execution) -> int:
+        if self._encoded is None:
+            return int(execution.last_logits().argmax())
+        scores = self._session.model.engine.score(execution, self._encoded)
+        return max(range(len(scores)), key=lambda i: scores[i])
+
+    def _check_full(self, ours: int, state: PromptState) -> tuple[bool, int]:
+        clean = self._session.clean_prompt(state)
+        if self._clean is None or self._clean[0] != clean.token_ids:
+            execution = self._session.model.engine.prefill(clean.token_ids)
+            self._clean = (clean.token_ids, self._decision(execution))
+        return ours == self._clean[1], clean.num_tokens
+
+    def _check_cheap(
+        self, ours: int, prompt: TokenizedPrompt, state: PromptState, live: Live
+    ) -> tuple[bool, int]:
+        engine = self._session.model.engine
+        clean = self._session.clean_prompt(state)
+        planner = self._session.planner
+        ideal = planner.ideal(clean, cautious=False)
+        matches = planner.matches(clean, live)
+        first = plan_keep(live.cache.layout, matches, ideal.plan, strategy="selective")
+        budget = int(CHEAP_SHARE * clean.num_tokens) - first.tokens.computed
+        changed = next((m.num_tokens for m in matches if m.target_start == 0), 0)
+        num_scored = clean.num_tokens - changed
+        scoring = int(num_scored * engine.note_score_share) + 1
+        recompute: tuple[int, ...] = ()
+        spent = first.tokens.computed
+        if budget > scoring:
+            share = (budget - scoring) / max(1, num_scored)
+            recompute = planner.notes_to_recompute(clean, live, matches, min(1.0, share))
+            spent += scoring
+        plan: Plan = plan_keep(
+            live.cache.layout, matches, ideal.plan, strategy="selective", recompute=recompute
+        )
+        spent += plan.tokens.computed - first.tokens.computed
+        second = engine.execute(plan, base=live.cache, segments=ideal.segments)
+        return ours == self._decision(second), spent
