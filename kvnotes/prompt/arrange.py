@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast, runtime_checkable
 
 if TYPE_CHECKING:
     from kvnotes.prompt.capabilities import After, TemplateCapabilities
 
 
+@runtime_checkable
 class HasText(Protocol):
     """What `arrange` needs to know of a message."""
 

@@ -46,7 +46,7 @@ class Field:
                 hint="give the longest value in characters",
             )
 
-    def check(self, value: str, tokenizer: PromptTokenizer) -> None:
+    def check(self, value: object, tokenizer: PromptTokenizer) -> None:
         """Refuse a value that could break out of its slot.
 
         Args:

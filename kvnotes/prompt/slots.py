@@ -1,4 +1,4 @@
-r"""The slot syntax of trusted text: `{{field}}`, `{{segment:name}}` and the escape `\\{{`.
+r"""The slot syntax of trusted text: `{{field}}`, `{{segment:name}}` and the escape `\{{`.
 
 Owns parsing. Does not know values, messages or tokens.
 """

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property, lru_cache
@@ -94,7 +95,6 @@ class PromptTokenizer:
                 f"a fast tokenizer is needed for character offsets, got {type(tokenizer).__name__}",
                 hint="load it with AutoTokenizer and a tokenizer.json in the folder",
             )
-        self.erratum_style = erratum_style or ErratumStyle()
         self._backend = _private_copy(backend)
         self._special_ids = frozenset(int(i) for i in tokenizer.all_special_ids)
         self._unk_id = tokenizer.unk_token_id
@@ -109,17 +109,17 @@ class PromptTokenizer:
             i for word in controls if (i := self._backend.token_to_id(word)) is not None
         )
         self._splitters = tuple(word for word, splits in controls.items() if splits)
-        normalized = self._backend.normalizer is not None and _any_normalized(tokenizer)
-        self.control_text = ControlText(
-            self.control_strings,
-            self.erratum_style.marker,
-            self._find_control_tokens if normalized else None,
-        )
+        self._normalizes = self._backend.normalizer is not None and _any_normalized(tokenizer)
         self.piece = lru_cache(_CACHE)(self._encode_piece)
-        self.escape = lru_cache(_CACHE)(self._escape)
-        self.decode_generated = lru_cache(_CACHE)(self._decode_generated)
+        self._use_style(erratum_style or ErratumStyle())
         identity = [self._backend.to_str(), source, sorted(map(str, variables.items()))]
         self.identity: str = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
+
+    def with_erratum_style(self, style: ErratumStyle) -> PromptTokenizer:
+        """Return a tokenizer that neutralises another marker; it shares everything else."""
+        other = copy(self)
+        other._use_style(style)
+        return other
 
     @property
     def has_chat_template(self) -> bool:
@@ -237,6 +237,13 @@ class PromptTokenizer:
         """Whether the unknown token stands for ordinary text, not for its own string."""
         return token_id == self._unk_id and text != self._backend.id_to_token(token_id)
 
+    def _use_style(self, style: ErratumStyle) -> None:
+        self.erratum_style = style
+        finder = self._find_control_tokens if self._normalizes else None
+        self.control_text = ControlText(self.control_strings, style.marker, finder)
+        self.escape = lru_cache(_CACHE)(self._escape)
+        self.decode_generated = lru_cache(_CACHE)(self._decode_generated)
+
     def _find_control_tokens(self, text: str) -> list[tuple[int, int]]:
         return list(self.piece(text).controls)
 
@@ -272,11 +279,11 @@ def _private_copy(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
 
     Post-processors add begin tokens and trim white space off the offsets.
     """
-    copy = tokenizers.Tokenizer.from_str(backend.to_str())
-    copy.no_truncation()
-    copy.no_padding()
-    copy.post_processor = None
-    return copy
+    private = tokenizers.Tokenizer.from_str(backend.to_str())
+    private.no_truncation()
+    private.no_padding()
+    private.post_processor = None
+    return private
 
 
 def _template_of(tokenizer: Any) -> str | None:

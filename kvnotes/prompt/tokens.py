@@ -8,6 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from kvnotes.prompt.generated import Run
@@ -66,7 +67,7 @@ class TokenMap:
                 self._add(run.start, run.stop, run.ids, None)
                 done = run.stop
         self._starts = [piece.start for piece in self.pieces]
-        self.ids: tuple[int, ...] = tuple(i for piece in self.pieces for i in piece.ids)
+        self.ids = tuple(chain.from_iterable(piece.ids for piece in self.pieces))
 
     def at(self, place: int) -> int:
         """Return the first token that ends behind character `place`.
