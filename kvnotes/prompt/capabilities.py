@@ -1,8 +1,8 @@
 """What orders of messages a chat template keeps in place, found by rendering.
 
 Owns the probes. That a template raises is not the test: some hoist or merge silently.
-"Kept in place" means that the rendering of the first n messages is a string prefix of the
-rendering of n+1, and the content of the new message follows it.
+"Kept in place" means that a message's content follows what stands before it, and leaves that
+as it would be without the message.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ _SYSTEM = message("system", "qzsys1")
 _SYSTEM_2 = message("system", "qzsys2")
 _USER = message("user", "qzuser3")
 _USER_2 = message("user", "qzuser4")
+_USER_3 = message("user", "qzuser9")
+_REPLY = message("assistant", "qzreply0")
 _ASSISTANT = message("assistant", "qzassistant5")
 _THINKING = message("assistant", "<think>\nqzthink6\n</think>\n\nqzassistant7")
 _TOOL = message("tool", "qztool8")
@@ -81,12 +83,12 @@ def probe(chat: ChatTemplate) -> TemplateCapabilities:
     return TemplateCapabilities(
         system=system,
         adjacent_system=system == "keep" and _adjacent_system(chat),
-        late_system_after_user=_kept(chat, head, _SYSTEM_2, _ASSISTANT),
-        late_system_after_assistant=_kept(chat, turn, _SYSTEM_2, _USER_2),
-        late_system_after_tool=_kept(chat, tool, _SYSTEM_2, _ASSISTANT),
-        adjacent_user=_kept(chat, head, _USER_2, _ASSISTANT),
-        user_after_tool=_kept(chat, tool, _USER_2, _ASSISTANT),
-        tool_role=_kept(chat, turn, _TOOL, _ASSISTANT),
+        late_system_after_user=_kept(chat, head, _SYSTEM_2),
+        late_system_after_assistant=_kept(chat, turn, _SYSTEM_2),
+        late_system_after_tool=_kept(chat, tool, _SYSTEM_2),
+        adjacent_user=_kept(chat, head, _USER_2),
+        user_after_tool=_kept(chat, tool, _USER_2),
+        tool_role=_kept(chat, turn, _TOOL),
         prefix_stable=_prefix_stable(chat, head),
     )
 
@@ -116,27 +118,32 @@ def _adjacent_system(chat: ChatTemplate) -> bool:
         full = chat.try_render([_SYSTEM, _SYSTEM_2, _USER])
         places = [(full or "").find(m["content"]) for m in (_SYSTEM, _SYSTEM_2, _USER)]
         return places[0] >= 0 and places == sorted(set(places))
-    return _kept(chat, [_SYSTEM], _SYSTEM_2, _USER)
+    return _kept(chat, [_SYSTEM], _SYSTEM_2)
 
 
-def _kept(
-    chat: ChatTemplate,
-    before: list[dict[str, str]],
-    late: dict[str, str],
-    following: dict[str, str],
-) -> bool:
-    """Whether `late` is kept in place, also once another message follows it."""
-    base = chat.try_render(before)
+def _kept(chat: ChatTemplate, before: list[dict[str, str]], late: dict[str, str]) -> bool:
+    """Whether `late` is kept in place, also once another message follows it.
+
+    Everything up to the last content before it must be as it is in a conversation that goes
+    on without it. The bare beginning is no measure: some templates open their last turn
+    otherwise (an empty think block), and that is not the late message's doing.
+    """
+    last = before[-1]["content"]
+    role = before[-1]["role"]
+    without = chat.try_render([*before, _USER_3 if role in ("assistant", "system") else _REPLY])
     grown = chat.try_render([*before, late])
-    whole = chat.try_render([*before, late, following])
+    follower = _USER_3 if late["role"] == "system" and role in ("assistant", "system") else _REPLY
+    whole = chat.try_render([*before, late, follower])
+    if without is None or grown is None or whole is None or last not in without:
+        return False
+    stop = without.find(last) + len(last)
+    place = grown.find(late["content"], stop)
+    late_stop = place + len(late["content"])
     return (
-        base is not None
-        and grown is not None
-        and whole is not None
-        and grown.startswith(base)
-        and late["content"] in grown[len(base) :]
-        and whole.startswith(grown)
-        and following["content"] in whole[len(grown) :]
+        place >= 0
+        and grown.startswith(without[:stop])
+        and whole.startswith(grown[:late_stop])
+        and follower["content"] in whole[late_stop:]
     )
 
 

@@ -14,6 +14,7 @@ from kvnotes.errors import TemplateError
 from kvnotes.prompt.arrange import Arranged, arrange
 from kvnotes.prompt.resolve import Mark, Resolved
 from kvnotes.prompt.sentinels import Found, Marked, Marker, find, unclamp
+from kvnotes.prompt.shape import Gap
 
 if TYPE_CHECKING:
     from kvnotes.prompt.tokenizer import PromptTokenizer
@@ -255,18 +256,30 @@ class _ChatLayout:
                              ^stop        ^border
         """
         first, second = self.owner[before], self.owner[after]
+        end = 0 if stop is None else stop
         if first == second:
-            return (0 if stop is None else stop), ""
+            return end, ""
+        role = self.arranged[second].role
         if second == first + 1:
-            if stop is not None:
-                gaps = self.shape.gaps(self.arranged[first].role, self.arranged[second].role)
-                for gap in gaps:
-                    if self.text.startswith(gap.text, stop):
-                        return stop + len(gap.terminator), gap.header
+            gap = self._gap(first, role, stop)
+            if gap is not None:
+                return end + len(gap.terminator), gap.header
             prefix = self.chat.try_render(self.given[:second])
-            if prefix and self.text.startswith(prefix) and len(prefix) >= (stop or 0):
+            if prefix and self.text.startswith(prefix) and len(prefix) >= end:
                 return len(prefix), ""
-        return (0 if stop is None else stop), ""
+        # The template moved a message; what ends a turn is still known.
+        for other in ("user", "assistant"):
+            gap = self._gap(first, other, stop)
+            if gap is not None:
+                return end + len(gap.terminator), ""
+        return end, ""
+
+    def _gap(self, first: int, role: str, stop: int | None) -> Gap | None:
+        """The gap to a message of this role, if the text shows it at `stop`."""
+        if stop is None:
+            return None
+        gaps = self.shape.gaps(self.arranged[first].role, role)
+        return next((gap for gap in gaps if self.text.startswith(gap.text, stop)), None)
 
     def _marks(self, block: Block) -> list[PlacedMark]:
         """Places of a message's values and segments; every rendered occurrence counts."""
