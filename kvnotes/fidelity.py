@@ -119,9 +119,7 @@ class _Unroller:
         known = self._known.get(key)
         if known is not None and known.token_ids[: len(run)] == run.token_ids:
             return known.first, known.first + len(run)
-        sees = tuple(
-            self.add(view.run, view.shift + shift) for view in canonical(run.context)
-        )
+        sees = tuple(self.add(view.run, view.shift + shift) for view in canonical(run.context))
         row = _Row(self._length, run.token_ids, run.start + shift, sees)
         self._length += len(run)
         self.rows.append(row)
@@ -214,8 +212,8 @@ def check_engine(engine: Engine) -> float:
     worst, allowed = max(gaps), MECHANICAL_TOLERANCE.get(engine.spec.dtype, 0.0)
     if not worst <= allowed:
         raise UnsupportedModelError(
-            f"splices on {engine.spec.model_type!r} differ from the masked forward by {worst:.1e} of "
-            f"the logit scale, allowed are {allowed:.0e}",
+            f"splices on {engine.spec.model_type!r} differ from the masked forward by {worst:.1e} "
+            f"of the logit scale, allowed are {allowed:.0e}",
             hint="this model's K/V cannot be moved exactly; use it without splices and edits",
         )
     return worst

@@ -25,7 +25,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvnotes.errors import UnknownSegmentError
-from kvnotes.plan.lineage import Layout, Reuse, Run, canonical, is_exact, layout_token_ids
+from kvnotes.plan.lineage import Layout, Run, canonical, is_exact, layout_token_ids
 from kvnotes.spec import LayerSpec, ModelIdentity, ModelSpec
 
 SPARE_TOKENS = 512
@@ -53,7 +53,9 @@ class Buffer:
         """Return a buffer for `num_tokens`, with room to append if it is to `grow`."""
         capacity = num_tokens
         if grow:
-            capacity = min(max(int(num_tokens * GROWTH), num_tokens + SPARE_TOKENS), spec.max_positions)
+            capacity = min(
+                max(int(num_tokens * GROWTH), num_tokens + SPARE_TOKENS), spec.max_positions
+            )
         return cls(spec.layers, max(capacity, num_tokens), dtype)
 
     def __init__(self, layers: Sequence[LayerSpec], capacity: int, dtype: torch.dtype) -> None:
@@ -68,9 +70,7 @@ class Buffer:
 
     def writable(self, start: int, *, except_for: object = None) -> bool:
         """Whether slots from `start` on may be written: nobody else reads them."""
-        return all(
-            stop <= start or reader is except_for for reader, stop in self._extent.items()
-        )
+        return all(stop <= start or reader is except_for for reader, stop in self._extent.items())
 
     def segment(self, run: Run, slot: int, identity: ModelIdentity) -> KVSegment:
         """Return the K/V of `run` that stands at `slot`, as a view."""
@@ -223,7 +223,11 @@ class KVCache:
 
     def moved_to(self, buffer: Buffer) -> KVCache:
         """Return the same cache in another buffer that already holds a copy of it."""
-        return self if buffer is self.buffer else KVCache(self.layout, self.sources, buffer, self.identity)
+        return (
+            self
+            if buffer is self.buffer
+            else KVCache(self.layout, self.sources, buffer, self.identity)
+        )
 
     def close(self) -> None:
         """Give the memory up: an engine is about to overwrite it."""

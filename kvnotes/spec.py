@@ -119,7 +119,8 @@ class ModelIdentity:
         mine, theirs = self._facts(), other._facts()
         differing = [name for name in mine if mine[name] != theirs.get(name)]
         shown = "; ".join(
-            f"{name}: {_short(theirs.get(name))}, here {_short(mine[name])}" for name in differing[:3]
+            f"{name}: {_short(theirs.get(name))}, here {_short(mine[name])}"
+            for name in differing[:3]
         )
         raise SpecMismatchError(
             f"{what} was computed with another model ({shown})",

@@ -84,7 +84,8 @@ class Execution:
         """
         if self.logits is None:
             raise EngineError(
-                "the plan ends in Reuse and yields no logits", hint="compute at least the last token"
+                "the plan ends in Reuse and yields no logits",
+                hint="compute at least the last token",
             )
         return self.logits
 

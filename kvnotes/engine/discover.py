@@ -77,7 +77,9 @@ def discover(model: Any, forward: Any) -> tuple[ModelSpec, Rotary]:
     module = _rotary_module(model)
     kind = str((getattr(config, "rope_parameters", None) or {}).get("rope_type", "default"))
     if kind not in EXACT_ROPE_KINDS:
-        raise _unsupported(model, f"its rotary tables depend on the sequence length (rope type {kind!r})")
+        raise _unsupported(
+            model, f"its rotary tables depend on the sequence length (rope type {kind!r})"
+        )
     inv_freq = cast(Tensor, module.inv_freq).detach().float()
     rotary_dim = 2 * inv_freq.numel()
 
@@ -99,8 +101,8 @@ def discover(model: Any, forward: Any) -> tuple[ModelSpec, Rotary]:
     if not errors[best] <= limit:
         raise _unsupported(
             model,
-            f"its keys do not move by rotation (relative error {errors[best]:.1e}, allowed {limit:.0e}): "
-            "layers without positions, or positions that enter elsewhere",
+            f"its keys do not move by rotation (relative error {errors[best]:.1e}, allowed "
+            f"{limit:.0e}): layers without positions, or positions that enter elsewhere",
         )
     spec = ModelSpec(
         model_type=config.model_type,
@@ -142,7 +144,9 @@ def _rotary_module(model: Any) -> Any:
         if name.split(".")[-1].startswith("rotary_emb") and hasattr(module, "inv_freq")
     ]
     if not found:
-        raise _unsupported(model, "it has no rotary embedding: positions are learned, or there are none")
+        raise _unsupported(
+            model, "it has no rotary embedding: positions are learned, or there are none"
+        )
     first = found[0]
     if any(not torch.equal(first.inv_freq, other.inv_freq) for other in found[1:]):
         raise _unsupported(model, "its layers have different rotary tables")
@@ -153,7 +157,8 @@ def _pairs(table: Tensor, rotary_dim: int) -> Tensor:
     """Return one column per rotated pair from a model's cosines or sines `[tokens, dim]`."""
     if table.is_complex() or table.shape[-1] not in (rotary_dim, rotary_dim // 2):
         raise UnsupportedModelError(
-            f"the rotary module returns {tuple(table.shape)} {table.dtype}, expected {rotary_dim} columns",
+            f"the rotary module returns {tuple(table.shape)} {table.dtype}, expected "
+            f"{rotary_dim} columns",
             hint=_ERRATUM_HINT,
         )
     if table.shape[-1] == rotary_dim // 2:

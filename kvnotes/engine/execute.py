@@ -121,7 +121,10 @@ def _append(
             if len(joined) == 1:
                 run = joined[0].run
                 slot = joined[0].target_start
-                return (*layout[:-1], joined[0]), [*held[:-1], buffer.segment(run, slot, segment.identity)]
+                return (*layout[:-1], joined[0]), [
+                    *held[:-1],
+                    buffer.segment(run, slot, segment.identity),
+                ]
     return (*layout, view), [*held, segment]
 
 

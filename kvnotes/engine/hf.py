@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -153,7 +154,9 @@ class HFEngine(Engine):
         sources = [*(base.sources if base is not None else ()), *segments]
         for segment in sources:
             if segment.identity is not self.identity:
-                self.identity.check_same(segment.identity, f"a segment of {segment.num_tokens} tokens")
+                self.identity.check_same(
+                    segment.identity, f"a segment of {segment.num_tokens} tokens"
+                )
         if executor == "loop":
             buffer, logits = self._run_loop(plan, sources)
         else:
@@ -167,7 +170,7 @@ class HFEngine(Engine):
                 if isinstance(step, Compute)
                 for position in range(step.target_start, step.target_stop)
             ]
-            logits = self._compute(positions, plan.token_ids, buffer) if positions else None
+            logits = self._compute(positions, plan.token_ids, buffer)
         cache = settle(plan, sources, buffer, self.identity)
         return Execution(cache, logits if plan.yields_logits else None, watch.elapsed_ms)
 
@@ -212,20 +215,18 @@ class HFEngine(Engine):
     def note_scores(
         self, cache: KVCache, token_ids: Sequence[int], matches: Sequence[Match]
     ) -> list[tuple[int, float]]:
-        start = next(
-            (m.num_tokens for m in matches if m.source_start == m.target_start == 0), 0
-        )
+        start = next((m.num_tokens for m in matches if m.source_start == m.target_start == 0), 0)
         new = list(token_ids[start:])
         layers = [
-            _ProbeLayer(cache.buffer.keys[i][:, :start], cache.buffer.values[i][:, :start], i == self._depth)
+            _ProbeLayer(
+                cache.buffer.keys[i][:, :start], cache.buffer.values[i][:, :start], i == self._depth
+            )
             for i in range(self.spec.num_layers)
         ]
         positions = torch.arange(start, start + len(new))
         mask = self._causal(positions, start + len(new))
-        try:
+        with suppress(_StopForward):
             self._call(new, positions, Cache(layers=layers), mask, 1)
-        except _StopForward:
-            pass
         fresh = layers[self._depth].values[0]
         held = cache.buffer.values[self._depth]
         scores: list[tuple[int, float]] = []
@@ -258,7 +259,8 @@ class HFEngine(Engine):
                 use_cache=False,
                 logits_to_keep=torch.tensor(list(rows)),
             )
-        return output.logits[0].float()
+        logits: Tensor = output.logits[0].float()
+        return logits
 
     def writable_buffer(self, cache: KVCache, num_tokens: int) -> Buffer:
         """Return a buffer that holds `cache` and may be written from its end on."""
@@ -316,7 +318,8 @@ class HFEngine(Engine):
                 logits_to_keep=keep,
                 **{self._cache_name: cache},
             )
-        return output.logits[0].float()
+        logits: Tensor = output.logits[0].float()
+        return logits
 
     def _probe_forward(self, ids: list[int], positions: Tensor) -> list[tuple[Tensor, Tensor]]:
         layers = [DynamicLayer() for _ in range(self.model.config.num_hidden_layers)]

@@ -51,8 +51,8 @@ def check_compiled(name: str, run: Run, preamble_ids: Sequence[int]) -> None:
     allowed: Layout = Run(tuple(preamble_ids)).whole().run.after if preamble_ids else ()
     if run.start != len(preamble_ids) or run.context != allowed:
         raise LineageError(
-            f"segment {name!r} was computed at position {run.start} behind {_describe(run.context)}, "
-            f"its declared preamble has {len(preamble_ids)} tokens",
+            f"segment {name!r} was computed at position {run.start} behind "
+            f"{_describe(run.context)}, its declared preamble has {len(preamble_ids)} tokens",
             hint="a slice of a conversation is no segment; compile the text on its own",
         )
 

@@ -105,10 +105,15 @@ def _align_block(
     live_cuts = [(live.start, live.start), *live.anchors, (live.stop, live.stop)]
     wanted_cuts = [(wanted.start, wanted.start), *wanted.anchors, (wanted.stop, wanted.stop)]
     if len(live_cuts) != len(wanted_cuts):
-        live_cuts, wanted_cuts = live_cuts[:: len(live_cuts) - 1], wanted_cuts[:: len(wanted_cuts) - 1]
+        live_cuts, wanted_cuts = (
+            live_cuts[:: len(live_cuts) - 1],
+            wanted_cuts[:: len(wanted_cuts) - 1],
+        )
     for i, (a, b) in enumerate(zip(live_cuts, wanted_cuts, strict=True)):
         if i:  # the stretch before this anchor
-            yield from _diff(live_ids, live_cuts[i - 1][1], a[0], wanted_ids, wanted_cuts[i - 1][1], b[0])
+            yield from _diff(
+                live_ids, live_cuts[i - 1][1], a[0], wanted_ids, wanted_cuts[i - 1][1], b[0]
+            )
         yield from _diff(live_ids, a[0], a[1], wanted_ids, b[0], b[1])
 
 
@@ -141,7 +146,9 @@ def _join(matches: Iterable[Match]) -> tuple[Match, ...]:
             and last.target_start + last.num_tokens == match.target_start
             and last.source_start + last.num_tokens == match.source_start
         ):
-            result[-1] = Match(last.source_start, last.target_start, last.num_tokens + match.num_tokens)
+            result[-1] = Match(
+                last.source_start, last.target_start, last.num_tokens + match.num_tokens
+            )
         else:
             result.append(match)
     return tuple(result)
@@ -242,7 +249,9 @@ def _joined(steps: Iterable[Step]) -> tuple[Step, ...]:
             and last.source_stop == step.source_start
             and last.shift == step.shift
         ):
-            result[-1] = type(last)(last.run, last.source_start, step.source_stop, last.target_start)
+            result[-1] = type(last)(
+                last.run, last.source_start, step.source_stop, last.target_start
+            )
         else:
             result.append(step)
     return tuple(result)

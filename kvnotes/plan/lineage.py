@@ -159,12 +159,15 @@ def extend(layout: Layout, view: Reuse) -> Layout:
     run = view.run.cut(view.source_start, view.source_stop)
     if not run.token_ids:
         return layout
-    if layout:
-        last = layout[-1]
-        if last.shift == view.shift and run.start == last.run.start + len(last.run):
-            if _same_context(run.context, last.run.after):
-                merged = Run(last.run.token_ids + run.token_ids, last.run.start, last.run.context)
-                return (*layout[:-1], merged.whole(last.target_start))
+    last = layout[-1] if layout else None
+    if (
+        last is not None
+        and last.shift == view.shift
+        and run.start == last.run.start + len(last.run)
+        and _same_context(run.context, last.run.after)
+    ):
+        merged = Run(last.run.token_ids + run.token_ids, last.run.start, last.run.context)
+        return (*layout[:-1], merged.whole(last.target_start))
     return (*layout, run.whole(view.target_start))
 
 
@@ -233,7 +236,9 @@ def num_equal(left: Sequence[int], right: Sequence[int]) -> int:
     size = min(len(left), len(right))
     if tuple(left[:size]) == tuple(right[:size]):
         return size
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False)))
+    return sum(
+        1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False))
+    )
 
 
 def _same_context(left: Layout, right: Layout) -> bool:

@@ -10,7 +10,9 @@ DEFAULT_NOTE_SHARE = 0.15
 """Share of the tokens after an edit that `selective` recomputes, as CacheBlend does."""
 
 
-def select_notes(scores: Sequence[float], positions: Sequence[int], num_notes: int) -> tuple[int, ...]:
+def select_notes(
+    scores: Sequence[float], positions: Sequence[int], num_notes: int
+) -> tuple[int, ...]:
     """Return the `num_notes` positions with the highest scores, in order of position.
 
     Args:

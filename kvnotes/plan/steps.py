@@ -12,7 +12,16 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from kvnotes.errors import PlanGapError
-from kvnotes.plan.lineage import Layout, Reuse, Run, canonical, digest_tokens, extend, holds, is_exact
+from kvnotes.plan.lineage import (
+    Layout,
+    Reuse,
+    Run,
+    canonical,
+    digest_tokens,
+    extend,
+    holds,
+    is_exact,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,15 +81,15 @@ class Plan:
         for step in self.steps:
             if step.target_start != position:
                 raise PlanGapError(
-                    f"step {self.step_name(step)} starts at token {step.target_start}, the step before it "
-                    f"ends at {position}",
+                    f"step {self.step_name(step)} starts at token {step.target_start}, the step "
+                    f"before it ends at {position}",
                     hint="steps must cover the target once, in order",
                 )
             wanted = self.token_ids[position : position + step.num_tokens]
             if wanted != step.token_ids:
                 raise PlanGapError(
-                    f"step {self.step_name(step)} at token {position} holds {list(step.token_ids[:4])}..., "
-                    f"the target has {list(wanted[:4])}...",
+                    f"step {self.step_name(step)} at token {position} holds "
+                    f"{list(step.token_ids[:4])}..., the target has {list(wanted[:4])}...",
                     hint="a plan must end up with exactly the target's tokens",
                 )
             if not step.num_tokens:

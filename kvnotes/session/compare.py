@@ -27,10 +27,15 @@ class References:
 
     Cold prefills are timed; the clean and the stale prompt continue exact caches of their
     own, which equals a cold prefill up to the floor and costs a turn instead of a prompt.
+
+    Args:
+        model: The session's model.
+        render: Renders a state, with or without the generation prompt.
     """
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, render: Render) -> None:
         self._model = model
+        self._render = render
         self._exact: dict[str, KVCache] = {}
 
     def compare(
@@ -42,7 +47,6 @@ class References:
         stale_values: Mapping[str, str],
         choices: Sequence[str] | None,
         new_start: int,
-        render: Render,
     ) -> Turn:
         """Return the turn with its references filled in.
 
@@ -54,7 +58,6 @@ class References:
             stale_values: Values before the last edits.
             choices: Choices of a decision.
             new_start: First token of the turn's new text.
-            render: Renders a state.
         """
         engine = self._model.engine
         full = engine.prefill(prompt.token_ids)
@@ -65,9 +68,11 @@ class References:
         full_logits, full_ms = full.last_logits(), full.elapsed_ms
         del full
         hit = engine.execute(
-            Plan(ids, (*prefix.layout, Compute(new_start, ids[new_start:]))), base=prefix, consume=True
+            Plan(ids, (*prefix.layout, Compute(new_start, ids[new_start:]))),
+            base=prefix,
+            consume=True,
         )
-        clean = self._execution("clean", clean_state(state), render)
+        clean = self._execution("clean", clean_state(state))
         ours = execution.last_logits()
         comparison = Comparison(
             hit.elapsed_ms,
@@ -82,7 +87,7 @@ class References:
         decision = replace(turn.decision, clean_chosen=clean_choice.chosen)
         if dict(stale_values) != dict(state.values):
             stale_state = PromptState(clean_state(state).template, stale_values)
-            stale_choice = decide(self._model, self._execution("stale", stale_state, render), choices)
+            stale_choice = decide(self._model, self._execution("stale", stale_state), choices)
             decision = replace(
                 decision,
                 stale_chosen=stale_choice.chosen,
@@ -96,9 +101,9 @@ class References:
             )
         return replace(turn, decision=decision)
 
-    def _execution(self, name: str, state: PromptState, render: Render) -> Execution:
+    def _execution(self, name: str, state: PromptState) -> Execution:
         """Compute a reference prompt, continuing the exact cache of the last one."""
-        prompt = render(state, True)
+        prompt = self._render(state, True)
         known = self._exact.get(name)
         plan = Plan.prefill(prompt.token_ids)
         if known is not None:

@@ -66,7 +66,9 @@ def apply_edit(
     template = state.template
     for name in real:
         if strategy in ("erratum", "stale"):
-            template = _pinned(template, state, name, errata=mode == "append" or strategy == "stale")
+            template = _pinned(
+                template, state, name, errata=mode == "append" or strategy == "stale"
+            )
         elif strategy == "swap":
             template = _pinned_before_variant(template, state, name)
         else:
@@ -96,7 +98,9 @@ def _with_erratum(
     return template.append(style.message(name, revision=revision, id=f"erratum:{name}:{number}"))
 
 
-def _pinned(template: PromptTemplate, state: PromptState, name: str, *, errata: bool) -> PromptTemplate:
+def _pinned(
+    template: PromptTemplate, state: PromptState, name: str, *, errata: bool
+) -> PromptTemplate:
     """Pin a field in all messages to what they show; errata only if asked."""
     for message in template.messages:
         if message.erratum_of == name and not errata:
@@ -105,7 +109,9 @@ def _pinned(template: PromptTemplate, state: PromptState, name: str, *, errata: 
     return template
 
 
-def _pinned_before_variant(template: PromptTemplate, state: PromptState, name: str) -> PromptTemplate:
+def _pinned_before_variant(
+    template: PromptTemplate, state: PromptState, name: str
+) -> PromptTemplate:
     """Pin a field in the messages before the last segment that has variants of it."""
     segments = {s.name for s in template.segments if name in dict(s.variants) or name in s.preamble}
     inline = ["{{segment:" + segment for segment in segments]
@@ -117,7 +123,7 @@ def _pinned_before_variant(template: PromptTemplate, state: PromptState, name: s
     if not places:
         raise PlanError(
             f"strategy 'swap' needs a segment with variants of {name!r}, the prompt has none",
-            hint=f"declare variants: {{{name}: [...]}} and a preamble on the segment that judges it",
+            hint=f"declare a preamble and variants: {{{name}: [...]}} on the segment that judges it",
         )
     for message in template.messages[: places[-1]]:
         template = _pin(template, message, name, state.shown(message, name))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from kvnotes.prompt import ErratumStyle, Message
+from kvnotes.prompt import ErratumStyle, Message, PromptTemplate
 from kvnotes.session.edits import ErratumMode, PromptState, apply_edit
 
 
@@ -70,7 +70,7 @@ def fold(
 ) -> PromptState:
     """Return the state after the operations, edits made by `strategy`."""
     state = base
-    for operation in _merged(operations):
+    for operation in effective(base, operations):
         if isinstance(operation, Edit):
             if operation.consolidate:
                 state = PromptState(state.template.without_errata(), state.values)
@@ -80,7 +80,22 @@ def fold(
     return state
 
 
-def _changed(state: PromptState, operation: Operation) -> object:
+def effective(base: PromptState, operations: Sequence[Operation]) -> list[Operation]:
+    """Join edits that follow each other and leave out what changes no value."""
+    values = dict(base.values)
+    result: list[Operation] = []
+    for operation in _merged(operations):
+        if isinstance(operation, Edit):
+            changes = {n: v for n, v in operation.changes.items() if values.get(n) != v}
+            if not changes and not operation.consolidate:
+                continue
+            values.update(changes)
+            operation = replace(operation, changes=changes)
+        result.append(operation)
+    return result
+
+
+def _changed(state: PromptState, operation: Operation) -> PromptTemplate:
     template = state.template
     if isinstance(operation, Append):
         return template.append(operation.message)
@@ -90,7 +105,9 @@ def _changed(state: PromptState, operation: Operation) -> object:
         return template.move(operation.message_id, operation.before)
     assert isinstance(operation, Replace)
     old = next((m for m in template.messages if m.id == operation.message_id), None)
-    content = Message("user", operation.content) if old is None else _with_content(old, operation.content)
+    content = (
+        Message("user", operation.content) if old is None else _with_content(old, operation.content)
+    )
     return template.replace(operation.message_id, content)
 
 
@@ -103,10 +120,15 @@ def _merged(operations: Sequence[Operation]) -> list[Operation]:
     result: list[Operation] = []
     for operation in operations:
         last = result[-1] if result else None
-        if isinstance(last, Edit) and isinstance(operation, Edit):
+        if (
+            isinstance(last, Edit)
+            and isinstance(operation, Edit)
+            and last.strategy == operation.strategy
+        ):
             result[-1] = replace(
-                last,
+                operation,
                 changes={**last.changes, **operation.changes},
+                verify=operation.verify or last.verify,
                 consolidate=last.consolidate or operation.consolidate,
             )
         else:

@@ -65,9 +65,10 @@ def blocks_of(prompt: TokenizedPrompt, length: int | None = None) -> tuple[Block
         end = min(span.stop, stop)
         anchors: list[tuple[int, int]] = []
         for other in prompt.spans:
-            if other.kind == "field" and span.start <= other.start and other.stop <= end:
-                if not anchors or other.start >= anchors[-1][1]:
-                    anchors.append((other.start, other.stop))
+            inside = span.start <= other.start and other.stop <= end
+            free = not anchors or other.start >= anchors[-1][1]
+            if other.kind == "field" and inside and free:
+                anchors.append((other.start, other.stop))
         key = GENERATION_BLOCK if span.kind == "generation" else f"message:{span.name}"
         blocks.append(Block(key, span.start, end, tuple(anchors)))
     return tuple(blocks)
@@ -145,9 +146,7 @@ class Planner:
         target = span.start + span.num_edge_left
         return Splice(span.name, segment.run, start, stop, target, before), segment
 
-    def plan(
-        self, strategy: str, prompt: TokenizedPrompt, live: Live | None, ideal: Ideal
-    ) -> Plan:
+    def plan(self, strategy: str, prompt: TokenizedPrompt, live: Live | None, ideal: Ideal) -> Plan:
         """Return the plan a strategy makes of the live cache."""
         if strategy == "reprefill":
             return replace(Plan.prefill(prompt.token_ids), notes=ideal.plan.notes)
@@ -183,9 +182,7 @@ class Planner:
         return select_notes(values, positions, round(share * len(positions)))
 
 
-def _without_swapped(
-    matches: Sequence[Match], live: Live, ideal: Plan
-) -> tuple[Match, ...]:
+def _without_swapped(matches: Sequence[Match], live: Live, ideal: Plan) -> tuple[Match, ...]:
     """Drop matches where the ideal plan splices a run that the live cache does not hold."""
     swapped: list[tuple[int, int]] = []
     held = {view.run for view in live.cache.layout}
@@ -205,5 +202,3 @@ def _without_swapped(
         shift = match.source_start - match.target_start
         result.extend(Match(start + shift, start, stop - start) for start, stop in pieces)
     return tuple(result)
-
-

@@ -40,7 +40,8 @@ def encode_choices(model: Model, choices: Sequence[str]) -> list[tuple[int, ...]
         end = min(model.tokenizer.eos_ids, default=None)
         if end is None:
             raise PlanError(
-                f"one of the choices {list(choices)!r} begins another, and the tokenizer has no end token",
+                f"one of the choices {list(choices)!r} begins another, and the tokenizer has no "
+                "end token",
                 hint="make the choices differ in their first words",
             )
         encoded = [(*ids, end) for ids in encoded]

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import product
 
 from kvnotes.engine.base import Execution, SamplingParams, Stopwatch
-from kvnotes.errors import MissingFieldError, PlanError, UnknownFieldError, nearest
+from kvnotes.errors import UnknownFieldError, nearest
 from kvnotes.plan import DEFAULT_NUM_SEAM_TOKENS, Plan, check_strategy
 from kvnotes.prompt import (
     ErratumStyle,
@@ -21,6 +20,7 @@ from kvnotes.prompt import (
     SegmentText,
     TokenizedPrompt,
 )
+from kvnotes.segment import KVCache
 from kvnotes.session.compare import References, clean_state
 from kvnotes.session.edits import (
     MAX_APPENDED_ERRATA,
@@ -29,10 +29,20 @@ from kvnotes.session.edits import (
     num_errata,
 )
 from kvnotes.session.loaded import Model
-from kvnotes.session.operations import Append, Delete, Edit, Move, Operation, Replace, fold
+from kvnotes.session.operations import (
+    Append,
+    Delete,
+    Edit,
+    Move,
+    Operation,
+    Replace,
+    effective,
+    fold,
+)
 from kvnotes.session.planner import Live, Planner, SplicePolicy, blocks_of
 from kvnotes.session.reply import decide, reply
 from kvnotes.session.report import Evidence, Turn, Verification
+from kvnotes.session.setup import as_message, as_segment, variant_values
 from kvnotes.session.strategy import Choice, Scorecard, choose, ladder
 from kvnotes.session.verify import Checker, VerifyLevel
 
@@ -84,11 +94,11 @@ class Session:
         self.erratum = erratum or ErratumStyle()
         self.erratum_mode: ErratumMode = erratum_mode
         self.scorecard = scorecard
-        parts = tuple(_segment(name, value) for name, value in (segments or {}).items())
+        parts = tuple(as_segment(name, value) for name, value in (segments or {}).items())
         template = (
             PromptTemplate.text_template(text, segments=parts)
             if text is not None
-            else PromptTemplate.chat([_message(m) for m in messages], segments=parts)
+            else PromptTemplate.chat([as_message(m) for m in messages], segments=parts)
         )
         if num_seam_tokens is None:
             num_seam_tokens = scorecard.num_seam_tokens if scorecard else DEFAULT_NUM_SEAM_TOKENS
@@ -97,7 +107,7 @@ class Session:
         self._operations: tuple[Operation, ...] = ()
         self._live: Live | None = None
         self._previous: dict[str, str] = {}
-        self._references = References(model)
+        self._references = References(model, self._render)
         self._next_id = 0
         self._check_values(self._base.values)
         self._compile(self._base)
@@ -211,9 +221,7 @@ class Session:
 
     def generate(self, params: SamplingParams | None = None, *, compare: bool = False) -> Turn:
         """Generate the assistant's next message."""
-        return self._compute(
-            "generate", (), None, params or SamplingParams(), compare, Stopwatch()
-        )
+        return self._compute("generate", (), None, params or SamplingParams(), compare, Stopwatch())
 
     def stream(self, params: SamplingParams | None = None) -> Iterator[str]:
         """Generate the assistant's next message piece by piece; the history has it at the end."""
@@ -246,8 +254,7 @@ class Session:
         """Return a session that shares everything and goes its own way from here."""
         other = object.__new__(Session)
         other.__dict__.update(self.__dict__)
-        other._previous = dict(self._previous)
-        other._references = References(self.model)
+        other._references = References(self.model, self._render)
         if self._live is not None:
             other._live = Live(self._live.cache.fork(), self._live.blocks)
         return other
@@ -276,18 +283,15 @@ class Session:
         compare: bool,
         watch: Stopwatch,
     ) -> Turn:
-        previous = dict(self._previous)
-        num_known = len(self._base.template.messages)
-        first_turn = self._live is None
-        execution, prompt, turn = self._run(operations, choices, watch, keep_base=compare)
+        known = {message.id for message in self._base.template.messages}
+        execution, prompt, turn = self._run(operations, choices, watch)
         turn = replace(turn, op=op)
         if choices is not None:
             turn = replace(turn, decision=decide(self.model, execution, choices))
         if compare:
-            stale = {**self._base.values, **(self._previous or previous)}
-            new_start = _new_start(prompt, num_known, first_turn, self._base.template)
+            stale = {**self._base.values, **self._previous}
             turn = self._references.compare(
-                turn, execution, prompt, self._base, stale, choices, new_start, self._render
+                turn, execution, prompt, self._base, stale, choices, _new_start(prompt, known)
             )
         if params is None:
             self._keep(execution, prompt)
@@ -306,8 +310,6 @@ class Session:
         operations: tuple[Operation, ...],
         choices: Sequence[str] | None,
         watch: Stopwatch,
-        *,
-        keep_base: bool = False,
     ) -> tuple[Execution, TokenizedPrompt, Turn]:
         """Make one plan of all waiting changes and run it; the new state becomes the base."""
         waiting = (*self._operations, *operations)
@@ -322,14 +324,13 @@ class Session:
             prompt = self._render(state, True)
             plan = self._plan(replace(choice, strategy=rung), prompt)
             last = rung == rungs[-1]
-            consume = (checker is None or last) and not keep_base
-            execution = self._execute(plan, consume=consume)
+            execution = self._execute(plan, consume=checker is None or last)
             ttft_ms = watch.elapsed_ms
             tried.append(rung)
             if checker is None:
                 break
-            agreed, num_tokens = (True, 0) if last else checker.check(
-                execution, prompt, state, self._live
+            agreed, num_tokens = (
+                (True, 0) if last else checker.check(execution, prompt, state, self._live)
             )
             most = max(most, num_tokens)
             if agreed:
@@ -338,9 +339,8 @@ class Session:
                 break
         turn = self._turn("turn", plan, replace(choice, strategy=tried[-1]), prompt)
         turn = replace(turn, ttft_ms=ttft_ms, verification=verification)
-        for name, value in self._base.values.items():
-            if state.values[name] != value:
-                self._previous[name] = value
+        changed = {n: v for n, v in self._base.values.items() if state.values[n] != v}
+        self._previous = changed or self._previous
         self._base, self._operations = state, ()
         if choice.compile_after:
             self._compile(state)
@@ -377,7 +377,8 @@ class Session:
         ids = self._live.cache.token_ids
         return prompt.token_ids[: len(ids)] == ids
 
-    def _choose(self, waiting: Sequence[Operation]) -> Choice:
+    def _choose(self, operations: Sequence[Operation]) -> Choice:
+        waiting = effective(self._base, operations)
         choice = choose(
             waiting, default=self.strategy, scorecard=self.scorecard, engine=self.model.engine
         )
@@ -394,7 +395,8 @@ class Session:
             return replace(
                 choice,
                 strategy="suffix",
-                fallback_reason=f"consolidated: {full[0]} has {MAX_APPENDED_ERRATA} errata, the limit",
+                fallback_reason=f"consolidated: {full[0]} has {MAX_APPENDED_ERRATA} errata, "
+                "the limit",
             )
         if choice.strategy == "swap":
             return self._check_variants(choice, waiting)
@@ -405,7 +407,9 @@ class Session:
         state = fold(self._base, waiting, "swap", style=self.erratum, mode=self.erratum_mode)
         prompt = self._render(state, False)
         missing = [
-            span for span in prompt.segments if span.variant_values and not self.model.book.find(span)
+            span
+            for span in prompt.segments
+            if span.variant_values and not self.model.book.find(span)
         ]
         if not missing:
             return choice
@@ -414,7 +418,8 @@ class Session:
             choice,
             strategy="suffix",
             compile_after=True,
-            fallback_reason=f"segment {missing[0].name!r} has no variant {shown} yet; it is compiled now",
+            fallback_reason=f"segment {missing[0].name!r} has no variant {shown} yet; it is "
+            "compiled now",
         )
 
     def _folded(self, strategy: str | None) -> PromptState:
@@ -456,11 +461,8 @@ class Session:
             return
         self._live = Live(execution.cache.truncated(length), blocks_of(history, length))
 
-    def _keep_reply(self, prompt: TokenizedPrompt, message: Message, cache: object) -> None:
+    def _keep_reply(self, prompt: TokenizedPrompt, message: Message, cache: KVCache) -> None:
         """Add a generated message to the history and keep the cache that made it."""
-        from kvnotes.segment import KVCache
-
-        assert isinstance(cache, KVCache)
         template = self._base.template.append(message)
         self._base = PromptState(template, self._base.values)
         history = self._render(self._base, False)
@@ -469,12 +471,14 @@ class Session:
             return
         blocks = [b for b in blocks_of(prompt) if b.key != "generation"]
         start = blocks[-1].stop if blocks else 0
-        made = replace(blocks[-1], key=f"message:{message.id}", start=start, stop=cache.length, anchors=())
+        made = replace(
+            blocks[-1], key=f"message:{message.id}", start=start, stop=cache.length, anchors=()
+        )
         self._live = Live(cache, (*blocks, made))
 
     def _compile(self, state: PromptState) -> None:
         """Compile every segment in use, and its declared variants, each in isolation."""
-        for values in _variant_values(state):
+        for values in variant_values(state):
             prompt = PromptTemplate.render(
                 state.template, values, self.model.tokenizer, add_generation_prompt=False
             )
@@ -487,7 +491,8 @@ class Session:
             Field(name).check(value, self.model.tokenizer)
 
     def _new_message(self, role: str, content: str, id: str) -> Message:
-        return Message(role=role, content=content, id=id or self._new_id(), trusted=False)
+        trusted = None if role == "system" else False
+        return Message(role=role, content=content, id=id or self._new_id(), trusted=trusted)
 
     def _new_id(self) -> str:
         taken = {message.id for message in self._base.template.messages}
@@ -498,42 +503,9 @@ class Session:
                 return name
 
 
-def _segment(name: str, value: str | SegmentText) -> SegmentText:
-    return value if isinstance(value, SegmentText) else SegmentText(name, value)
-
-
-def _message(value: Message | Mapping[str, str]) -> Message:
-    if isinstance(value, Message):
-        return value
-    unknown = set(value) - {"role", "content", "id", "segment"}
-    if unknown:
-        name = sorted(unknown)[0]
-        raise PlanError(
-            f"unknown key {name!r} in a message", hint=nearest(name, ("role", "content", "id", "segment"))
-        )
-    if "role" not in value:
-        raise MissingFieldError("a message has no 'role'", hint="add role: system, user or assistant")
-    return Message(**value)
-
-
-def _variant_values(state: PromptState) -> list[Mapping[str, str]]:
-    """Current values, and every combination of the declared variants' values."""
-    declared: dict[str, tuple[str, ...]] = {}
-    for segment in state.template.segments:
-        for name, values in segment.variants:
-            declared[name] = tuple(dict.fromkeys((*declared.get(name, ()), *values)))
-    result: list[Mapping[str, str]] = [state.values]
-    names = list(declared)
-    for combination in product(*declared.values()) if names else ():
-        result.append({**state.values, **dict(zip(names, combination, strict=True))})
-    return result
-
-
-def _new_start(
-    prompt: TokenizedPrompt, num_known: int, first_turn: bool, template: PromptTemplate
-) -> int:
-    """Return where the turn's new text begins: the first message not known before the call."""
-    new = template.messages[num_known:]
-    if not new:
-        return next((s.start for s in prompt.spans if s.kind == "generation"), prompt.num_tokens - 1)
-    return max(1, prompt.message_span(new[0].id).start) if not first_turn or num_known else 1
+def _new_start(prompt: TokenizedPrompt, known: set[str]) -> int:
+    """Return where the turn's new text begins: the first message not there before the call."""
+    for span in prompt.spans:
+        if span.kind == "generation" or (span.kind == "message" and span.name not in known):
+            return max(1, min(span.start, prompt.num_tokens - 1))
+    return prompt.num_tokens - 1

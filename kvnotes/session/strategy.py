@@ -76,7 +76,8 @@ def choose(
     """
     if scorecard is not None and scorecard.fingerprint != engine.fingerprint:
         raise SpecMismatchError(
-            f"the scorecard is of model {scorecard.fingerprint[:12]}, this is {engine.fingerprint[:12]}",
+            f"the scorecard is of model {scorecard.fingerprint[:12]}, this is "
+            f"{engine.fingerprint[:12]}",
             hint="measure this model, or leave the scorecard out",
         )
     changes = [o for o in waiting if not isinstance(o, Append)]

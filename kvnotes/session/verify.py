@@ -55,7 +55,9 @@ class Checker:
 
         The second number is in tokens; a pass over a part of the layers counts that part.
         """
-        if execution.cache.exact and not any(m.pinned or m.erratum_of for m in state.template.messages):
+        if execution.cache.exact and not any(
+            m.pinned or m.erratum_of for m in state.template.messages
+        ):
             return True, 0
         ours = self._decision(execution)
         if self.level == "full" or live is None:
