@@ -123,7 +123,7 @@ def _pinned_before_variant(
     if not places:
         raise PlanError(
             f"strategy 'swap' needs a segment with variants of {name!r}, the prompt has none",
-            hint=f"declare a preamble and variants: {{{name}: [...]}} on the segment that judges it",
+            hint=f"declare a preamble and variants: {{{name}: [...]}} on the segment",
         )
     for message in template.messages[: places[-1]]:
         template = _pin(template, message, name, state.shown(message, name))

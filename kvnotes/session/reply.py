@@ -112,8 +112,3 @@ class Reply:
         """Return where the first stop string begins, if one has appeared."""
         found = [self._text.find(s) for s in self._params.stop if s in self._text]
         return min(found) if found else None
-
-
-def reply(model: Model, execution: Execution, params: SamplingParams) -> Reply:
-    """Return the answer to an execution, not yet generated."""
-    return Reply(model, execution, params)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from kvnotes.engine.base import Engine
 from kvnotes.errors import SpecMismatchError
 from kvnotes.plan import DEFAULT_NUM_SEAM_TOKENS
+from kvnotes.session.edits import ErratumMode
 from kvnotes.session.operations import Append, Edit, Operation
 from kvnotes.session.report import Evidence
 
@@ -67,7 +68,12 @@ class Choice:
 
 
 def choose(
-    waiting: Sequence[Operation], *, default: str, scorecard: Scorecard | None, engine: Engine
+    waiting: Sequence[Operation],
+    *,
+    default: str,
+    mode: ErratumMode,
+    scorecard: Scorecard | None,
+    engine: Engine,
 ) -> Choice:
     """Return the strategy for all waiting operations: the most exact one asked for.
 
@@ -86,7 +92,8 @@ def choose(
     exact, evidence = _auto(scorecard)
     resolved = [exact if name == "auto" else name for name in asked]
     if verify and "auto" in asked:
-        resolved = ["refresh+erratum" if name == "auto" else name for name in asked]
+        first = "erratum" if mode == "append" else "refresh+erratum"
+        resolved = [first if name == "auto" else name for name in asked]
         evidence = Evidence("verify", f"verify={verify!r} checks each rung before it is used")
     strategy = max(resolved, key=_EXACTNESS.index)
     name = asked[resolved.index(strategy)]
@@ -95,11 +102,14 @@ def choose(
     return Choice(strategy, name, evidence, verify, keep=not changes)
 
 
-def ladder(strategy: str) -> tuple[str, ...]:
-    """Return the rungs of an escalation that starts with `strategy`."""
-    if strategy in LADDER:
-        return LADDER[LADDER.index(strategy) :]
-    return (strategy, *LADDER[1:])
+def ladder(strategy: str, mode: ErratumMode) -> tuple[str, ...]:
+    """Return the rungs of an escalation that starts with `strategy`.
+
+    In `append` mode nothing cached is rewritten: `refresh+erratum` is left out.
+    """
+    known = strategy in LADDER
+    rungs = LADDER[LADDER.index(strategy) :] if known else (strategy, *LADDER[1:])
+    return tuple(r for r in rungs if mode == "rewrite" or r != "refresh+erratum")
 
 
 def _auto(scorecard: Scorecard | None) -> tuple[str, Evidence]:

@@ -13,13 +13,11 @@ from typing import TYPE_CHECKING, Literal
 from kvnotes.engine.base import Execution
 from kvnotes.errors import PlanError
 from kvnotes.plan import Plan, plan_keep
-from kvnotes.prompt import TokenizedPrompt
 from kvnotes.session.edits import PromptState
 from kvnotes.session.planner import Live
-from kvnotes.session.reply import encode_choices
 
 if TYPE_CHECKING:
-    from kvnotes.session.session import Session
+    from kvnotes.session.conversation import Conversation
 
 VerifyLevel = Literal["cheap", "full"]
 
@@ -31,23 +29,25 @@ class Checker:
     """Judges executions of one turn against the same check.
 
     Args:
-        session: The session that asks.
+        talk: The conversation.
         level: `full` or `cheap`.
-        choices: Choices to decide between; None compares the most likely next token.
+        choices: Tokens of the choices to decide between; None compares the most likely next
+            token.
     """
 
-    def __init__(self, session: Session, level: str, choices: Sequence[str] | None) -> None:
+    def __init__(
+        self, talk: Conversation, level: str, choices: Sequence[Sequence[int]] | None
+    ) -> None:
         if level not in ("cheap", "full"):
             raise PlanError(f"unknown verify level {level!r}", hint="use 'cheap' or 'full'")
         self.level = level
-        self._session = session
-        self._encoded = encode_choices(session.model, choices) if choices else None
+        self._talk = talk
+        self._encoded = choices
         self._clean: tuple[tuple[int, ...], int] | None = None
 
     def check(
         self,
         execution: Execution,
-        prompt: TokenizedPrompt,
         state: PromptState,
         live: Live | None,
     ) -> tuple[bool, int]:
@@ -55,34 +55,31 @@ class Checker:
 
         The second number is in tokens; a pass over a part of the layers counts that part.
         """
-        if execution.cache.exact and not any(
-            m.pinned or m.erratum_of for m in state.template.messages
-        ):
+        amended = any(m.pinned or m.erratum_of for m in state.template.messages)
+        if execution.cache.exact and not amended:
             return True, 0
         ours = self._decision(execution)
         if self.level == "full" or live is None:
             return self._check_full(ours, state)
-        return self._check_cheap(ours, prompt, state, live)
+        return self._check_cheap(ours, state, live)
 
     def _decision(self, execution: Execution) -> int:
         if self._encoded is None:
             return int(execution.last_logits().argmax())
-        scores = self._session.model.engine.score(execution, self._encoded)
+        scores = self._talk.model.engine.score(execution, self._encoded)
         return max(range(len(scores)), key=lambda i: scores[i])
 
     def _check_full(self, ours: int, state: PromptState) -> tuple[bool, int]:
-        clean = self._session.clean_prompt(state)
+        clean = self._talk.clean_prompt(state)
         if self._clean is None or self._clean[0] != clean.token_ids:
-            execution = self._session.model.engine.prefill(clean.token_ids)
+            execution = self._talk.model.engine.prefill(clean.token_ids)
             self._clean = (clean.token_ids, self._decision(execution))
         return ours == self._clean[1], clean.num_tokens
 
-    def _check_cheap(
-        self, ours: int, prompt: TokenizedPrompt, state: PromptState, live: Live
-    ) -> tuple[bool, int]:
-        engine = self._session.model.engine
-        clean = self._session.clean_prompt(state)
-        planner = self._session.planner
+    def _check_cheap(self, ours: int, state: PromptState, live: Live) -> tuple[bool, int]:
+        engine = self._talk.model.engine
+        clean = self._talk.clean_prompt(state)
+        planner = self._talk.planner
         ideal = planner.ideal(clean, cautious=False)
         matches = planner.matches(clean, live)
         first = plan_keep(live.cache.layout, matches, ideal.plan, strategy="selective")

@@ -1,0 +1,281 @@
+"""The state behind a session: what was computed last, what waits, and how a turn runs.
+
+Owns `Conversation`: one plan of all waiting changes, the escalation of a verify, and which
+part of a result stays as the live cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from kvnotes.engine.base import Execution, Stopwatch
+from kvnotes.plan import Plan
+from kvnotes.prompt import ErratumStyle, Message, TokenizedPrompt
+from kvnotes.segment import KVCache, KVSegment
+from kvnotes.session.compare import clean_state
+from kvnotes.session.edits import MAX_APPENDED_ERRATA, ErratumMode, PromptState, num_errata
+from kvnotes.session.loaded import Model
+from kvnotes.session.operations import Edit, Operation, effective, fold
+from kvnotes.session.planner import Live, Planner, blocks_of
+from kvnotes.session.report import Evidence, Turn, Verification
+from kvnotes.session.setup import variant_values
+from kvnotes.session.strategy import Choice, Scorecard, choose, ladder
+from kvnotes.session.verify import Checker
+
+
+class Conversation:
+    """Template, values and cache of one conversation, and the changes that wait.
+
+    Args:
+        model: Engine, tokenizer and compiled segments.
+        base: The conversation as it was computed last.
+        planner: Makes its plans.
+        strategy: Default strategy.
+        style: Wording of errata.
+        mode: Whether errata rewrite what is cached.
+        scorecard: What is proved about the model.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        base: PromptState,
+        planner: Planner,
+        *,
+        strategy: str,
+        style: ErratumStyle,
+        mode: ErratumMode,
+        scorecard: Scorecard | None,
+    ) -> None:
+        self.model = model
+        self.base = base
+        self.planner = planner
+        self.strategy = strategy
+        self.style = style
+        self.mode: ErratumMode = mode
+        self.scorecard = scorecard
+        self.waiting: tuple[Operation, ...] = ()
+        self.live: Live | None = None
+        self.previous: dict[str, str] = {}
+        self._segments: tuple[KVSegment, ...] = ()
+
+    def fork(self) -> Conversation:
+        """Return a conversation that shares everything and goes its own way from here."""
+        other = object.__new__(Conversation)
+        other.__dict__.update(self.__dict__)
+        if self.live is not None:
+            other.live = Live(self.live.cache.fork(), self.live.blocks)
+        return other
+
+    def clean_prompt(self, state: PromptState) -> TokenizedPrompt:
+        """Return the prompt of the current values: no errata, nothing pinned."""
+        return self.render(clean_state(state), True)
+
+    def change(self, op: str, operation: Operation) -> Turn:
+        """Add a change to those that wait; return what it alone would do now."""
+        before = self.waiting
+        self.waiting = (*before, operation)
+        try:
+            choice = self.choose(self.waiting)
+            prompt = self.render(self.folded(choice.strategy), False)
+            return self.turn(op, self.plan(choice, prompt), choice, prompt)
+        except BaseException:
+            self.waiting = before
+            raise
+
+    def run(
+        self,
+        operations: tuple[Operation, ...],
+        choices: Sequence[Sequence[int]] | None,
+        watch: Stopwatch,
+        *,
+        reserve: int = 0,
+    ) -> tuple[Execution, TokenizedPrompt, Turn]:
+        """Make one plan of all waiting changes and run it; the new state becomes the base.
+
+        Args:
+            operations: Changes that come with this call.
+            choices: Tokens of the choices a verify judges.
+            watch: Runs since the call that brought the turn.
+            reserve: Tokens that will be generated after it.
+        """
+        waiting = (*self.waiting, *operations)
+        choice = self.choose(waiting)
+        checker = Checker(self, choice.verify, choices) if choice.verify else None
+        rungs = ladder(choice.strategy, self.mode) if checker else (choice.strategy,)
+        tried: list[str] = []
+        verification: Verification | None = None
+        most = 0
+        for rung in rungs:
+            state = fold(self.base, waiting, rung, style=self.style, mode=self.mode)
+            prompt = self.render(state, True)
+            self.model.engine.check_length(
+                prompt.num_tokens + reserve, "the prompt with its new tokens"
+            )
+            plan = self.plan(replace(choice, strategy=rung), prompt)
+            last = rung == rungs[-1]
+            execution = self._execute(plan, consume=checker is None or last)
+            ttft_ms = watch.elapsed_ms
+            tried.append(rung)
+            if checker is None:
+                break
+            agreed, num_tokens = (True, 0) if last else checker.check(execution, state, self.live)
+            most = max(most, num_tokens)
+            if agreed:
+                share = most / max(1, prompt.num_tokens)
+                verification = Verification(checker.level, True, tuple(tried), most, share)
+                break
+        turn = self.turn("turn", plan, replace(choice, strategy=tried[-1]), prompt)
+        turn = replace(turn, ttft_ms=ttft_ms, verification=verification)
+        changed = {n: v for n, v in self.base.values.items() if state.values[n] != v}
+        self.previous = changed or self.previous
+        self.base, self.waiting = state, ()
+        if choice.compile_after:
+            self.compile(state)
+        return execution, prompt, turn
+
+    def _execute(self, plan: Plan, *, consume: bool) -> Execution:
+        live = self.live
+        try:
+            return self.model.engine.execute(
+                plan,
+                base=live.cache if live else None,
+                segments=self._segments,
+                consume=consume,
+            )
+        except BaseException:
+            if consume:
+                self.live = None  # its memory may be half written; the next turn prefills
+            raise
+
+    def plan(self, choice: Choice, prompt: TokenizedPrompt) -> Plan:
+        """Return the plan of a choice for a prompt."""
+        ideal = self.planner.ideal(prompt, cautious=choice.asked == "auto")
+        self._segments = ideal.segments
+        strategy = choice.strategy
+        if choice.keep and not self._still_a_prefix(prompt):
+            strategy = "suffix" if choice.asked == "auto" else choice.strategy
+        elif choice.keep:
+            strategy = "refresh"  # nothing has changed: keep all, compute what is new
+        plan = self.planner.plan(strategy, prompt, self.live, ideal)
+        return replace(plan, strategy=choice.strategy)
+
+    def _still_a_prefix(self, prompt: TokenizedPrompt) -> bool:
+        if self.live is None:
+            return True
+        ids = self.live.cache.token_ids
+        return prompt.token_ids[: len(ids)] == ids
+
+    def choose(self, operations: Sequence[Operation]) -> Choice:
+        """Return the strategy for the changes that wait, with its evidence."""
+        waiting = effective(self.base, operations)
+        choice = choose(
+            waiting,
+            default=self.strategy,
+            mode=self.mode,
+            scorecard=self.scorecard,
+            engine=self.model.engine,
+        )
+        full = [
+            name
+            for operation in waiting
+            if isinstance(operation, Edit)
+            for name in operation.changes
+            if self.mode == "append"
+            and choice.strategy == "erratum"
+            and num_errata(self.base.template, name) >= MAX_APPENDED_ERRATA
+        ]
+        if full:
+            return replace(
+                choice,
+                strategy="suffix",
+                fallback_reason=f"consolidated: {full[0]} has {MAX_APPENDED_ERRATA} errata, "
+                "the limit",
+            )
+        if choice.strategy == "swap":
+            return self._check_variants(choice, waiting)
+        return choice
+
+    def _check_variants(self, choice: Choice, waiting: Sequence[Operation]) -> Choice:
+        """Fall back to `suffix` while the variant of the new value is not compiled."""
+        state = fold(self.base, waiting, "swap", style=self.style, mode=self.mode)
+        prompt = self.render(state, False)
+        missing = [
+            span
+            for span in prompt.segments
+            if span.variant_values and not self.model.book.find(span)
+        ]
+        if not missing:
+            return choice
+        shown = ", ".join(f"{name}={value}" for name, value in missing[0].variant_values)
+        return replace(
+            choice,
+            strategy="suffix",
+            compile_after=True,
+            fallback_reason=f"segment {missing[0].name!r} has no variant {shown} yet; it is "
+            "compiled now",
+        )
+
+    def folded(self, strategy: str | None) -> PromptState:
+        """Return the state with all waiting changes."""
+        if strategy is None:
+            strategy = self.choose(self.waiting).strategy
+        return fold(self.base, self.waiting, strategy, style=self.style, mode=self.mode)
+
+    def render(self, state: PromptState, add_generation_prompt: bool) -> TokenizedPrompt:
+        """Render a state."""
+        return state.template.render(
+            state.values, self.model.tokenizer, add_generation_prompt=add_generation_prompt
+        )
+
+    def turn(self, op: str, plan: Plan, choice: Choice, prompt: TokenizedPrompt) -> Turn:
+        """Return the report of a plan."""
+        evidence = Evidence(
+            choice.evidence.kind, choice.evidence.detail, self.model.engine.cost.predict_ms(plan)
+        )
+        notices = [*plan.notes]
+        notices += [f"escaped {text!r} in message {where!r}" for where, text in prompt.escaped]
+        notices += [f"late system message {where!r} sent in a wrapper" for where in prompt.wrapped]
+        return Turn(
+            op=op,
+            plan=plan,
+            strategy=choice.strategy,
+            evidence=evidence,
+            template_rewrote=tuple(f"{r.message_id}: {r.reason}" for r in prompt.rewrites),
+            fallback_reason=choice.fallback_reason,
+            notices=tuple(notices),
+        )
+
+    def keep(self, execution: Execution, prompt: TokenizedPrompt) -> None:
+        """Keep the cache of the history, without the generation prompt."""
+        history = self.render(self.base, False)
+        length = min(execution.cache.length, history.num_tokens)
+        if prompt.token_ids[:length] != history.token_ids[:length]:
+            length = execution.cache.length
+            self.live = Live(execution.cache, blocks_of(prompt))
+            return
+        self.live = Live(execution.cache.truncated(length), blocks_of(history, length))
+
+    def keep_reply(self, prompt: TokenizedPrompt, message: Message, cache: KVCache) -> None:
+        """Add a generated message to the history and keep the cache that made it."""
+        template = self.base.template.append(message)
+        self.base = PromptState(template, self.base.values)
+        history = self.render(self.base, False)
+        if history.token_ids[: cache.length] == cache.token_ids:
+            self.live = Live(cache, blocks_of(history, cache.length))
+            return
+        blocks = [b for b in blocks_of(prompt) if b.key != "generation"]
+        start = blocks[-1].stop if blocks else 0
+        made = replace(
+            blocks[-1], key=f"message:{message.id}", start=start, stop=cache.length, anchors=()
+        )
+        self.live = Live(cache, (*blocks, made))
+
+    def compile(self, state: PromptState) -> None:
+        """Compile every segment in use, and its declared variants, each in isolation."""
+        for values in variant_values(state):
+            prompt = self.render(PromptState(state.template, values), False)
+            for span in prompt.segments:
+                self.model.book.compile(span)
+        self._segments = ()
