@@ -23,6 +23,7 @@ def main(folder: Path) -> int:
             sum(int(suite.get(key, 0)) for suite in suites for key in keys)
             for keys in (("tests",), ("failures", "errors"), ("skipped",))
         )
+        failed += total == 0  # a run without tests is a run that is broken
         seconds = sum(float(suite.get("time", 0)) for suite in suites)
         print(f"{run}: {total} tests in {seconds:.0f} s")
         passed, failed, skipped = passed + total - bad - left_out, failed + bad, skipped + left_out

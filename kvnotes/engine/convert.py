@@ -117,7 +117,7 @@ def _write_tokenizer(header: GGUFHeader, folder: Path) -> None:
     if rules := text_rules(header):
         data["normalizer"], data["pre_tokenizer"] = rules
     write_json(folder / "tokenizer.json", data)
-    config = {
+    config: dict[str, Any] = {
         name: token
         for name, token in tokenizer.special_tokens_map.items()
         if isinstance(token, str)
