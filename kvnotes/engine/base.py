@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -211,6 +212,17 @@ class Engine(ABC):
                 f"{self.spec.max_positions}",
                 hint="delete messages, shorten a segment, or generate less",
             )
+
+
+def set_num_threads(num_threads: int | None = None) -> int:
+    """Set how many CPU threads the engines of this process use; return how many they use now.
+
+    Args:
+        num_threads: At least 1; None leaves it as it is.
+    """
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
+    return torch.get_num_threads()
 
 
 class Stopwatch:
