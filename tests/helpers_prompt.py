@@ -20,6 +20,7 @@ _SENTENCES = (
     "system user assistant model tool answer question message update state",
     "The quick brown fox jumps over the lazy dog, and then it rests.",
     "11 12 22 21 10 20 30 45 00 2024 99, 100 and 1000",
+    "12:12,12;12/12-12 (12) 10:45-10:45 21:21",
     "Gr\u00fc\u00dfe aus K\u00f6ln, caf\u00e9, na\u00efve, \u041c\u043e\u0441\u043a\u0432\u0430.",
     "If the value is low, say no. If the value is high, say yes.\n\nThe value is high.\n",
 )

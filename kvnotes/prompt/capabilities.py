@@ -69,7 +69,7 @@ class TemplateCapabilities:
         }
         if late.get(after, False):
             return "system"
-        if after == "tool" and not self.user_after_tool:
+        if after == "tool" and self.tool_role and not self.user_after_tool:
             return "tool"
         return "user"
 

@@ -18,8 +18,8 @@ SENTINEL_FIRST, SENTINEL_LAST = 0xF0000, 0x10FFFD
 _PRIVATE = re.compile("[\U000f0000-\U0010ffff\ud800-\udfff]")
 # White space and the invisible characters that could hide inside a marker.
 _GAP = "[\\s\u00ad\u200b-\u200f\u2060-\u2064\ufeff]"
-_INSERTS = ("\\", "\u00b7", "_", "~", " ")
-_MAX_ROUNDS = 16
+_INSERTS = "\\\u00b7~\u00a6_ "
+_MAX_GROWTH = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +52,9 @@ class ControlText:
         self._control = re.compile(f"(?=[{first}])(?:{alternatives})") if words else None
         self._marker = _marker_pattern(marker)
         self._find_tokens = find_tokens
+        # A character that no control string holds cannot complete another one.
+        taken = "".join((*words, marker))
+        self._insert = next((char for char in _INSERTS if char not in taken), _INSERTS[0])
 
     def find_control(self, text: str) -> str | None:
         """Return the first control string in `text`."""
@@ -88,23 +91,25 @@ class ControlText:
 
         if not text.isascii():
             text = _PRIVATE.sub(code, text)
-        for insert in _INSERTS:
-            for _ in range(_MAX_ROUNDS):
-                changed = self._escape_once(text, insert, found)
-                if changed == text:
-                    return Escaped(text, tuple(found))
-                text = changed
+        longest = _MAX_GROWTH * len(text) + _MAX_GROWTH
+        while len(text) <= longest:
+            changed = self._escape_once(text, found)
+            if changed == text:
+                return Escaped(text, tuple(found))
+            text = changed
         raise TemplateError(
             f"untrusted text still holds the control string {self.find_control(text)!r} after "
-            f"{_MAX_ROUNDS * len(_INSERTS)} rounds of escaping",
+            f"{len(found)} escapes",
             hint="remove the string from the message, or the added token from the tokenizer",
         )
 
-    def _escape_once(self, text: str, insert: str, found: list[str]) -> str:
+    def _escape_once(self, text: str, found: list[str]) -> str:
+        insert = self._insert
+
         def split(match: re.Match[str]) -> str:
             word = match[0]
             found.append(word)
-            return word[0] + insert + word[1:] if len(word) > 1 else f"\\u{ord(word):04x}"
+            return word[0] + insert + word[1:] if len(word) > 1 else f"{insert}u{ord(word):04x}"
 
         text = self._marker.sub(split, text)
         if self._control is not None:
@@ -126,7 +131,7 @@ def find_private(text: str) -> str | None:
 
 def _marker_pattern(marker: str) -> re.Pattern[str]:
     """Match the marker without its closing bracket, in any case and spacing."""
-    words = re.findall(r"\w+|[^\w\s]", marker.rstrip("])}>: ") or marker)
+    words = re.findall(r"\w+|[^\w\s]", marker.rstrip("])}> ") or marker)
     parts = [re.escape(words[0])]
     for before, word in itertools.pairwise(words):
         both = before[-1].isalnum() and word[0].isalnum()

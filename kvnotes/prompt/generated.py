@@ -97,16 +97,17 @@ def _start(
     layout: Layout, block: Block, decoded: DecodedIds, tokenizer: PromptTokenizer
 ) -> int | None:
     """Where the generated text begins in the rendering, or None if it is not there."""
-    following = decoded.following
+    following, first = decoded.following, block.start
     header = _header(layout, block, tokenizer)
-    if header is not None:
-        start = block.start + len(header)
-        fits = start + len(following) <= block.stop
-        if fits and layout.text.startswith(header + following, block.start):
-            return start
+    if header is not None and layout.text.startswith(header, block.start):
+        first += len(header)
+        fits = first + len(following) <= block.stop
+        if fits and layout.text.startswith(following, first):
+            return first
     if block.index in layout.contents:
+        # Not before `first`: white space of the header is none of the content.
         start = layout.contents[block.index][1] - len(following)
-        if start >= block.start and layout.text.startswith(following, start):
+        if start >= first and layout.text.startswith(following, start):
             return start
     return None
 
