@@ -24,24 +24,25 @@ from kvnotes.spec import RopeSpec
 RotaryTable = Callable[[Tensor], tuple[Tensor, Tensor]]
 """Positions [tokens] to float32 cosines and sines [tokens, rotary_dim/2], as the model has them."""
 
-BLOCK_TOKENS = 256
-"""Tokens rotated at a time: the block and its temporaries stay in the second-level cache."""
+BLOCK_TOKENS = 512
+"""Tokens rotated at a time: the block and its temporaries stay in the second-level cache
+(SmolLM2: 0.4 MB of keys per block)."""
 
 MAX_CACHED_TURNS = 4
-"""Rotations kept: one per segment in use; each is 2 x tokens x rotary_dim/2 floats."""
+"""Rotations kept: one per segment in use; each is 2 x tokens x rotary_dim floats."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Rotation of a stretch of keys, unit modulus.
+    """Rotation of a stretch of keys: `keys * cos + partners(keys) * sin`.
 
     Args:
-        cos: Cosines of the angles, float32 [tokens, rotary_dim/2].
-        sin: Sines.
+        cos: Cosine of each rotated dimension's angle, float32 [tokens, rotary_dim].
+        sin: Sines, negative in the first dimension of each pair.
     """
 
-    cos: Float[Tensor, "tokens pairs"]
-    sin: Float[Tensor, "tokens pairs"]
+    cos: Float[Tensor, "tokens rotary_dim"]
+    sin: Float[Tensor, "tokens rotary_dim"]
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,10 @@ class Rotary:
         """Return the rotation from positions `source` to `target`, computed in float64."""
         ratio = self._unit(target) * self._unit(source).conj()
         ratio = ratio / ratio.abs()
-        return Turn(ratio.real.float().contiguous(), ratio.imag.float().contiguous())
+        cos, sin = ratio.real.float(), ratio.imag.float()
+        if self.spec.pairing == "half":
+            return Turn(torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1))
+        return Turn(cos.repeat_interleave(2, -1), torch.stack([-sin, sin], -1).flatten(-2))
 
     def shift(self, source_start: int, target_start: int, num_tokens: int) -> Turn:
         """Return the rotation of a contiguous stretch; the last few are kept."""
@@ -104,33 +108,63 @@ def move_keys(
     return out
 
 
+class Scratch:
+    """Working memory of a rotation, reused from block to block and layer to layer.
+
+    Fresh memory would cost more than the arithmetic: every block would fault its pages in.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: dict[str, Tensor] = {}
+
+    def like(self, name: str, block: Tensor) -> Float[Tensor, "kv_heads tokens rotary_dim"]:
+        """Return float32 memory of a block's shape, under a name."""
+        found = self._blocks.get(name)
+        if found is None or found.shape != block.shape:
+            found = torch.empty(block.shape, dtype=torch.float32)
+            self._blocks[name] = found
+        return found
+
+
 def turn_keys(
     keys: Float[Tensor, "kv_heads tokens head_dim"],
     turn: Turn,
     spec: RopeSpec,
     out: Float[Tensor, "kv_heads tokens head_dim"],
+    scratch: Scratch | None = None,
 ) -> None:
-    """Rotate keys into `out` in one pass over them; `out` may not overlap `keys`."""
-    half = spec.rotary_dim // 2
+    """Rotate keys into `out` in one pass over them; `out` may not overlap `keys`.
+
+    Args:
+        keys: Post-RoPE keys.
+        turn: The rotation of each token.
+        spec: Which dimensions are rotated, and in which pairs.
+        out: Where the result goes.
+        scratch: Working memory; pass the same one for all layers.
+    """
+    scratch = scratch or Scratch()
+    size = spec.rotary_dim
     for start in range(0, keys.shape[1], BLOCK_TOKENS):
         block = slice(start, min(start + BLOCK_TOKENS, keys.shape[1]))
-        cos, sin = turn.cos[block], turn.sin[block]
         source, target = keys[:, block], out[:, block]
-        if spec.rotary_dim < keys.shape[2]:
-            target[..., spec.rotary_dim :] = source[..., spec.rotary_dim :]
-        if spec.pairing == "half":
-            first, second = source[..., :half], source[..., half : spec.rotary_dim]
-            to_first, to_second = target[..., :half], target[..., half : spec.rotary_dim]
+        if size < keys.shape[2]:
+            target[..., size:] = source[..., size:]
+            source, target = source[..., :size], target[..., :size]
+        if source.dtype != torch.float32:
+            source = scratch.like("source", source).copy_(source)
+        partners = _partners(source, spec, scratch.like("partners", source))
+        if target.dtype == torch.float32:
+            torch.mul(source, turn.cos[block], out=target).addcmul_(partners, turn.sin[block])
         else:
-            first, second = source[..., : spec.rotary_dim : 2], source[..., 1 : spec.rotary_dim : 2]
-            to_first, to_second = (
-                target[..., : spec.rotary_dim : 2],
-                target[..., 1 : spec.rotary_dim : 2],
-            )
-        if keys.dtype == torch.float32:
-            torch.mul(first, cos, out=to_first).addcmul_(second, sin, value=-1)
-            torch.mul(second, cos, out=to_second).addcmul_(first, sin)
-        else:
-            first, second = first.float(), second.float()
-            to_first.copy_((first * cos).addcmul_(second, sin, value=-1))
-            to_second.copy_((second * cos).addcmul_(first, sin))
+            source.mul_(turn.cos[block]).addcmul_(partners, turn.sin[block])
+            target.copy_(source)
+
+
+def _partners(keys: Tensor, spec: RopeSpec, out: Tensor) -> Tensor:
+    """Write the other dimension of each pair to every dimension's place."""
+    if spec.pairing == "half":
+        half = spec.rotary_dim // 2
+        return torch.cat([keys[..., half:], keys[..., :half]], -1, out=out)
+    out[..., 0::2] = keys[..., 1::2]
+    out[..., 1::2] = keys[..., 0::2]
+    return out

@@ -15,10 +15,10 @@ forks never see each other, and appending a turn copies nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, finalize
 
 import torch
 from jaxtyping import Float
@@ -34,6 +34,9 @@ SPARE_TOKENS = 512
 GROWTH = 1.25
 """A new buffer is this much larger than what it must hold: appends are amortised O(1)."""
 
+MAX_SLACK = 2
+"""A free buffer is taken for a sequence if it is at most this many times too large."""
+
 LayerTensors = tuple[Float[Tensor, "kv_heads tokens head_dim"], ...]
 
 
@@ -41,28 +44,27 @@ class Buffer:
     """Preallocated K/V memory: per layer keys and values `[kv_heads, capacity, head_dim]`.
 
     Args:
-        layers: Shape of each layer.
-        capacity: Number of token slots.
-        dtype: Element type.
+        keys: Memory of each layer's keys.
+        values: Memory of each layer's values.
     """
 
     @classmethod
-    def allocate(
-        cls, spec: ModelSpec, num_tokens: int, dtype: torch.dtype, *, grow: bool = False
-    ) -> Buffer:
-        """Return a buffer for `num_tokens`, with room to append if it is to `grow`."""
-        capacity = num_tokens
-        if grow:
-            capacity = min(
-                max(int(num_tokens * GROWTH), num_tokens + SPARE_TOKENS), spec.max_positions
-            )
-        return cls(spec.layers, max(capacity, num_tokens), dtype)
+    def allocate(cls, spec: ModelSpec, num_tokens: int, dtype: torch.dtype) -> Buffer:
+        """Return a new buffer with exactly `num_tokens` slots."""
+        return cls(
+            [_empty(layer, num_tokens, dtype) for layer in spec.layers],
+            [_empty(layer, num_tokens, dtype) for layer in spec.layers],
+        )
 
-    def __init__(self, layers: Sequence[LayerSpec], capacity: int, dtype: torch.dtype) -> None:
-        self.capacity = capacity
-        self.keys = [_empty(layer, capacity, dtype) for layer in layers]
-        self.values = [_empty(layer, capacity, dtype) for layer in layers]
+    def __init__(self, keys: list[Tensor], values: list[Tensor]) -> None:
+        self.keys = keys
+        self.values = values
         self._extent: WeakKeyDictionary[object, int] = WeakKeyDictionary()
+
+    @property
+    def capacity(self) -> int:
+        """Number of token slots."""
+        return self.keys[0].shape[1]
 
     def read_until(self, reader: object, stop: int) -> None:
         """Record that `reader` reads slots below `stop`, and no others, as long as it lives."""
@@ -83,6 +85,44 @@ class Buffer:
     def nbytes(self) -> int:
         """Bytes allocated."""
         return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values))
+
+
+class BufferPool:
+    """Growing buffers whose memory comes back when nothing uses it any more.
+
+    Memory that is new to a process is expensive: touching a fresh 6k-token buffer of SmolLM2
+    costs six times the copy itself. A buffer goes back when the last cache and segment that
+    stand in it are gone; whoever keeps a bare tensor of a segment must keep the segment.
+
+    Args:
+        spec: Shapes of the layers.
+        dtype: Element type.
+        max_free: Buffers kept while nobody uses them.
+    """
+
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype, max_free: int = 2) -> None:
+        self._spec = spec
+        self._dtype = dtype
+        self._max_free = max_free
+        self._free: list[tuple[list[Tensor], list[Tensor]]] = []
+
+    def take(self, num_tokens: int) -> Buffer:
+        """Return a buffer for `num_tokens`, with room to append."""
+        for index, (keys, values) in enumerate(self._free):
+            if num_tokens <= keys[0].shape[1] <= MAX_SLACK * num_tokens + SPARE_TOKENS:
+                del self._free[index]
+                return self._lend(Buffer(keys, values))
+        wanted = max(int(num_tokens * GROWTH), num_tokens + SPARE_TOKENS)
+        wanted = max(min(wanted, self._spec.max_positions), num_tokens)
+        return self._lend(Buffer.allocate(self._spec, wanted, self._dtype))
+
+    def _lend(self, buffer: Buffer) -> Buffer:
+        finalize(buffer, self._give, buffer.keys, buffer.values)
+        return buffer
+
+    def _give(self, keys: list[Tensor], values: list[Tensor]) -> None:
+        self._free.append((keys, values))
+        del self._free[: -self._max_free]
 
 
 @dataclass(frozen=True, eq=False)

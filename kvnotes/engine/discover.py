@@ -60,6 +60,17 @@ def refusal(model: Any) -> str:
     return ""
 
 
+def check_supported(model: Any) -> None:
+    """Refuse a model whose cache cannot be edited, before anything is computed.
+
+    Raises:
+        UnsupportedModelError: Names the cause.
+    """
+    reason = refusal(model)
+    if reason:
+        raise _unsupported(model, reason)
+
+
 def discover(model: Any, forward: Any) -> tuple[ModelSpec, Rotary]:
     """Find a model's spec and rotary embedding, proved on a few tokens.
 
@@ -70,9 +81,6 @@ def discover(model: Any, forward: Any) -> tuple[ModelSpec, Rotary]:
     Raises:
         UnsupportedModelError: Names the cause.
     """
-    reason = refusal(model)
-    if reason:
-        raise _unsupported(model, reason)
     config = model.config.get_text_config(decoder=True)
     module = _rotary_module(model)
     kind = str((getattr(config, "rope_parameters", None) or {}).get("rope_type", "default"))
@@ -89,8 +97,13 @@ def discover(model: Any, forward: Any) -> tuple[ModelSpec, Rotary]:
         return _pairs(cos[0], rotary_dim).clone(), _pairs(sin[0], rotary_dim).clone()
 
     digest = hashlib.sha256(inv_freq.numpy().tobytes()).hexdigest()
-    layers = forward(_probe_ids(config), torch.arange(NUM_PROBE_TOKENS))
-    far = forward(_probe_ids(config), torch.arange(NUM_PROBE_TOKENS) + PROBE_DISTANCE)
+    try:
+        layers = forward(probe_ids(config), torch.arange(NUM_PROBE_TOKENS))
+        far = forward(probe_ids(config), torch.arange(NUM_PROBE_TOKENS) + PROBE_DISTANCE)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise _unsupported(
+            model, f"its forward does not take our cache or mask: {error}"
+        ) from error
     pairings: tuple[Pairing, ...] = ("half", "interleaved")
     errors: dict[str, float] = {}
     for pairing in pairings:
@@ -118,7 +131,8 @@ def discover(model: Any, forward: Any) -> tuple[ModelSpec, Rotary]:
     return spec, Rotary(spec.rope, table)
 
 
-def _probe_ids(config: Any) -> list[int]:
+def probe_ids(config: Any) -> list[int]:
+    """Return a few tokens spread over the vocabulary."""
     step = max(1, config.vocab_size // (NUM_PROBE_TOKENS + 1))
     return [(i + 1) * step % config.vocab_size for i in range(NUM_PROBE_TOKENS)]
 
@@ -151,6 +165,15 @@ def _rotary_module(model: Any) -> Any:
     if any(not torch.equal(first.inv_freq, other.inv_freq) for other in found[1:]):
         raise _unsupported(model, "its layers have different rotary tables")
     return first
+
+
+def _why_no_table(model: Any) -> str:
+    names = [name for name, _ in model.named_buffers()]
+    if any(name.endswith("inv_freq") for name in names) or "rotary_emb" in "".join(names):
+        return "its rotary tables differ between layers"
+    if any(name.endswith("embed_positions") for name in names):
+        return "its rotary table is not made from inverse frequencies"
+    return "it has no rotary embedding: positions are learned, or there are none"
 
 
 def _pairs(table: Tensor, rotary_dim: int) -> Tensor:

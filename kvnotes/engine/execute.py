@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from kvnotes.errors import UnknownSegmentError
 from kvnotes.plan import Compute, Layout, Plan, Reuse, Run
 from kvnotes.plan.lineage import extend, holds
-from kvnotes.rope import Rotary, turn_keys
+from kvnotes.rope import Rotary, Scratch, turn_keys
 from kvnotes.segment import Buffer, KVCache, KVSegment
 from kvnotes.spec import ModelIdentity
 
@@ -85,13 +85,14 @@ def place(
     if view.moved:
         source = view.run.start + view.source_start
         turn = rotary.shift(source, view.target_start, view.num_tokens)
+    scratch = Scratch()
     layers = zip(segment.keys, segment.values, buffer.keys, buffer.values, strict=True)
     for keys, values, to_keys, to_values in layers:
         to_values[:, goal] = values[:, part]
         if turn is None:
             to_keys[:, goal] = keys[:, part]
         else:
-            turn_keys(keys[:, part], turn, rotary.spec, to_keys[:, goal])
+            turn_keys(keys[:, part], turn, rotary.spec, to_keys[:, goal], scratch)
 
 
 def settle(

@@ -15,19 +15,17 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, DynamicLayer
-from transformers.masking_utils import sdpa_mask
 
-from kvnotes.engine.attention import ATTENTION_NAME, packed_attention
+from kvnotes.engine.attention import use_packed_attention
 from kvnotes.engine.base import Engine, Execution, Executor, SamplingParams, Stopwatch
 from kvnotes.engine.cost import measure_cost
-from kvnotes.engine.discover import discover, refusal
+from kvnotes.engine.discover import check_supported, discover
 from kvnotes.engine.execute import place, settle, target_buffer
 from kvnotes.engine.generate import TokenStream
-from kvnotes.errors import EngineError, UnsupportedModelError
+from kvnotes.errors import EngineError
 from kvnotes.plan import Compute, Match, Plan, Run, check_compiled
-from kvnotes.segment import Buffer, KVCache, KVSegment
+from kvnotes.segment import Buffer, BufferPool, KVCache, KVSegment
 from kvnotes.spec import ModelIdentity
 
 PREFILL_CHUNK = 512
@@ -103,22 +101,14 @@ class HFEngine(Engine):
         self, model: Any, weights_digest: str, *, adapter: str = "", quantization: str = ""
     ) -> None:
         self.model = model
-        reason = refusal(model)
-        if reason:
-            raise UnsupportedModelError(
-                f"model type {model.config.model_type!r} is not supported: {reason}",
-                hint="use a decoder with full attention and rotary positions; an erratum can "
-                "still be sent to this model as text",
-            )
+        check_supported(model)
         names = inspect.signature(model.forward).parameters
         self._cache_name = "cache" if "cache" in names else "past_key_values"
-        if getattr(model, "_supports_sdpa", False):
-            AttentionInterface.register(ATTENTION_NAME, packed_attention)
-            AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
-            model.set_attn_implementation(ATTENTION_NAME)
+        use_packed_attention(model, self._probe_forward)
         spec, self.rotary = discover(model, self._probe_forward)
         self.identity = ModelIdentity(spec, weights_digest, adapter, quantization)
         self.cost = measure_cost(spec, model.dtype)
+        self._pool = BufferPool(spec, model.dtype)
         self._depth = max(1, round(NOTE_DEPTH_SHARE * spec.num_layers))
 
     def compile(self, token_ids: Sequence[int], preamble_ids: Sequence[int] = ()) -> KVSegment:
@@ -161,7 +151,7 @@ class HFEngine(Engine):
             buffer, logits = self._run_loop(plan, sources)
         else:
             target = target_buffer(plan, base, sources, consume=consume)
-            buffer = target.buffer or self._new_buffer(len(plan.token_ids), grow=True)
+            buffer = target.buffer or self._pool.take(len(plan.token_ids))
             for view in target.missing:
                 place(view, sources, buffer, self.rotary)
             positions = [
@@ -267,7 +257,7 @@ class HFEngine(Engine):
         buffer = cache.buffer
         if buffer.capacity >= num_tokens and buffer.writable(cache.length):
             return buffer
-        copy = self._new_buffer(num_tokens, grow=True)
+        copy = self._pool.take(num_tokens)
         for i in range(self.spec.num_layers):
             copy.keys[i][:, : cache.length] = buffer.keys[i][:, : cache.length]
             copy.values[i][:, : cache.length] = buffer.values[i][:, : cache.length]
@@ -348,8 +338,8 @@ class HFEngine(Engine):
             buffer.values[i].copy_(layer.values[0])
         return buffer, logits
 
-    def _new_buffer(self, num_tokens: int, *, grow: bool = False) -> Buffer:
-        return Buffer.allocate(self.spec, num_tokens, self.model.dtype, grow=grow)
+    def _new_buffer(self, num_tokens: int) -> Buffer:
+        return Buffer.allocate(self.spec, num_tokens, self.model.dtype)
 
     def _causal(self, positions: Tensor, num_keys: int) -> Tensor:
         return self._additive(torch.arange(num_keys)[None] <= positions[:, None])
