@@ -96,7 +96,7 @@ def test_no_control_string_is_left_whatever_overlaps(words: list[str], text: str
 
 
 def test_control_strings_that_allow_no_escape_are_refused() -> None:
-    with pytest.raises(TemplateError, match="after .* escapes"):
+    with pytest.raises(TemplateError, match=r"after .* escapes"):
         escapes(list("\\ \u00b7_~u0123456789abcdef"), "a")
 
 
