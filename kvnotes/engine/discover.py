@@ -158,9 +158,7 @@ def _rotary_module(model: Any) -> Any:
         if name.split(".")[-1].startswith("rotary_emb") and hasattr(module, "inv_freq")
     ]
     if not found:
-        raise _unsupported(
-            model, "it has no rotary embedding: positions are learned, or there are none"
-        )
+        raise _unsupported(model, _why_no_table(model))
     first = found[0]
     if any(not torch.equal(first.inv_freq, other.inv_freq) for other in found[1:]):
         raise _unsupported(model, "its layers have different rotary tables")
