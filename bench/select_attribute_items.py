@@ -69,7 +69,9 @@ class Relation:
 
     def wordings(self) -> list[Wording]:
         """Every question with every form of the answer."""
-        return [Wording(question, form) for question in self.questions for form in self.answer_forms]
+        return [
+            Wording(question, form) for question in self.questions for form in self.answer_forms
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +87,11 @@ class Candidate:
     @property
     def item_id(self) -> str:
         """Readable and unique within the file."""
-        return "-".join([self.relation.name, self.old, self.new, self.template]).lower().replace(" ", "_")
+        return (
+            "-".join([self.relation.name, self.old, self.new, self.template])
+            .lower()
+            .replace(" ", "_")
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +107,9 @@ class Margins:
         return min(self.old, self.new)
 
 
-def relation(name: str, field: str, answers: str, questions: Sequence[str], answer_forms: Sequence[str]) -> Relation:
+def relation(
+    name: str, field: str, answers: str, questions: Sequence[str], answer_forms: Sequence[str]
+) -> Relation:
     """Read `answers` from "value=answer, value=answer"."""
     pairs = dict(pair.strip().split("=") for pair in answers.split(","))
     return Relation(name, field, pairs, questions, answer_forms)
@@ -275,7 +283,10 @@ TEMPLATES: Mapping[str, Messages] = {
                 "do next and by when. The minutes are posted on the board the next morning."
             ),
         },
-        {"role": "assistant", "content": "Thank you. I have read the record and the notes about the meetings."},
+        {
+            "role": "assistant",
+            "content": "Thank you. I have read the record and the notes about the meetings.",
+        },
     ],
     "journal": [
         {
@@ -306,7 +317,11 @@ TEMPLATES: Mapping[str, Messages] = {
 def candidates(relation: Relation) -> list[Candidate]:
     """Pair each value with the next one and with the third after it, where the answers differ."""
     values = list(relation.answers)
-    pairs = [(value, values[(index + step) % len(values)]) for step in (1, 3) for index, value in enumerate(values)]
+    pairs = [
+        (value, values[(index + step) % len(values)])
+        for step in (1, 3)
+        for index, value in enumerate(values)
+    ]
     differing = [(old, new) for old, new in pairs if relation.answers[old] != relation.answers[new]]
     templates = list(TEMPLATES)
     # Half the index picks the template, so that both halves see every template.
@@ -320,7 +335,10 @@ def item_of(candidate: Candidate, wording: Wording) -> dict[str, Any]:
     """The item as it stands in the file."""
     relation = candidate.relation
     slot = f"{relation.field}: {{{{{relation.field}}}}}"
-    old, new = (wording.answer_form.format(relation.answers[value]) for value in (candidate.old, candidate.new))
+    old, new = (
+        wording.answer_form.format(relation.answers[value])
+        for value in (candidate.old, candidate.new)
+    )
     if wording.answer_form == "{}":
         old, new = old[0].upper() + old[1:], new[0].upper() + new[1:]
     return {
@@ -352,7 +370,9 @@ class CleanModel:
 
     def prompt_ids(self, messages: Messages) -> list[int]:
         """The rendered messages with the generation prompt."""
-        text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        text = self.tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     @torch.inference_mode()
@@ -367,10 +387,15 @@ class CleanModel:
         batch = torch.tensor([prompt + row + row[-1:] * (longest - len(row)) for row in rows])
         logits = self.model(input_ids=batch, logits_to_keep=longest + 1, use_cache=False).logits
         log_probs = torch.log_softmax(logits.float(), dim=-1)
-        return [sum(log_probs[i, j, token].item() for j, token in enumerate(row)) for i, row in enumerate(rows)]
+        return [
+            sum(log_probs[i, j, token].item() for j, token in enumerate(row))
+            for i, row in enumerate(rows)
+        ]
 
     @torch.inference_mode()
-    def tree_scores(self, messages: Messages, questions: Sequence[tuple[str, Sequence[str]]]) -> list[list[float]]:
+    def tree_scores(
+        self, messages: Messages, questions: Sequence[tuple[str, Sequence[str]]]
+    ) -> list[list[float]]:
         """The scores of the choices of several questions about one context, in one forward.
 
         The context is computed once, and every branch sees only its own ancestors:
@@ -379,14 +404,20 @@ class CleanModel:
 
         Equal to `scores` to rounding, and several times faster; used to compare wordings only.
         """
-        prompts = [self.prompt_ids([*messages, {"role": "user", "content": text}]) for text, _ in questions]
+        prompts = [
+            self.prompt_ids([*messages, {"role": "user", "content": text}]) for text, _ in questions
+        ]
         shared = len(os.path.commonprefix(prompts))
-        assert all(len(prompt) > shared for prompt in prompts), "questions differ in what follows the context"
+        assert all(len(prompt) > shared for prompt in prompts), (
+            "questions differ in what follows the context"
+        )
         token_ids, positions = prompts[0][:shared], list(range(shared))
         # The question and the choice that own each token; 0 is the trunk above them.
         question_of, choice_of = [0] * shared, [0] * shared
         reads: list[list[list[tuple[int, int]]]] = []
-        for question, (prompt, (_, choices)) in enumerate(zip(prompts, questions, strict=True), start=1):
+        for question, (prompt, (_, choices)) in enumerate(
+            zip(prompts, questions, strict=True), start=1
+        ):
             token_ids += prompt[shared:]
             positions += range(shared, len(prompt))
             question_of += [question] * (len(prompt) - shared)
@@ -394,12 +425,17 @@ class CleanModel:
             last = len(token_ids) - 1
             reads.append([])
             for choice, text in enumerate(choices, start=1):
-                row, start = self.tokenizer(text, add_special_tokens=False)["input_ids"], len(token_ids)
+                row, start = (
+                    self.tokenizer(text, add_special_tokens=False)["input_ids"],
+                    len(token_ids),
+                )
                 token_ids += row
                 positions += range(len(prompt), len(prompt) + len(row))
                 question_of += [question] * len(row)
                 choice_of += [choice] * len(row)
-                reads[-1].append(list(zip([last, *range(start, len(token_ids) - 1)], row, strict=True)))
+                reads[-1].append(
+                    list(zip([last, *range(start, len(token_ids) - 1)], row, strict=True))
+                )
         owner, leaf = torch.tensor(question_of), torch.tensor(choice_of)
         seen = (owner == 0) | (owner == owner[:, None])
         seen &= (leaf == 0) | (leaf == leaf[:, None])
@@ -412,7 +448,10 @@ class CleanModel:
         ).logits[0]
         # Only the rows that are read: a softmax over the vocabulary for each.
         return [
-            [sum(torch.log_softmax(logits[i].float(), -1)[token].item() for i, token in pairs) for pairs in choices]
+            [
+                sum(torch.log_softmax(logits[i].float(), -1)[token].item() for i, token in pairs)
+                for pairs in choices
+            ]
             for choices in reads
         ]
 
@@ -434,7 +473,13 @@ class CleanModel:
         """Lead of the right choice over the best other one, for both values of the item's field."""
         return Margins(
             *(
-                lead(item, which, self.scores([*context, {"role": "user", "content": item["question"]}], item["choices"]))
+                lead(
+                    item,
+                    which,
+                    self.scores(
+                        [*context, {"role": "user", "content": item["question"]}], item["choices"]
+                    ),
+                )
                 for which, context in contexts(item)
             )
         )
@@ -442,7 +487,9 @@ class CleanModel:
     def margins_of_wordings(self, items: Sequence[Mapping[str, Any]]) -> list[Margins]:
         """`margins` of items that differ in their wording alone."""
         questions = [(item["question"], item["choices"]) for item in items]
-        scores = {which: self.tree_scores(context, questions) for which, context in contexts(items[0])}
+        scores = {
+            which: self.tree_scores(context, questions) for which, context in contexts(items[0])
+        }
         return [
             Margins(*(lead(item, which, scores[which][index]) for which in ("old", "new")))
             for index, item in enumerate(items)
@@ -452,7 +499,13 @@ class CleanModel:
 def contexts(item: Mapping[str, Any]) -> Iterator[tuple[str, Messages]]:
     """The messages before the question, with the old value and with the new one."""
     for which, values in (("old", item["fields"]), ("new", {**item["fields"], **item["edit"]})):
-        yield which, [{**message, "content": fill(message["content"], values)} for message in item["messages"]]
+        yield (
+            which,
+            [
+                {**message, "content": fill(message["content"], values)}
+                for message in item["messages"]
+            ],
+        )
 
 
 def lead(item: Mapping[str, Any], which: str, scores: Sequence[float]) -> float:
@@ -476,14 +529,17 @@ def choose_wording(model: CleanModel, relation: Relation) -> Verdict:
     half = [candidate for candidate in candidates(relation) if candidate.is_choosing]
     wordings = relation.wordings()
     measured = [
-        model.margins_of_wordings([item_of(candidate, wording) for wording in wordings]) for candidate in half
+        model.margins_of_wordings([item_of(candidate, wording) for wording in wordings])
+        for candidate in half
     ]
     best: tuple[float, float, Wording] | None = None
     for index, wording in enumerate(wordings):
         smaller = [margins[index].smaller for margins in measured]
         share = sum(margin > 0 for margin in smaller) / len(smaller)
         median = statistics.median(smaller)
-        report(f"{relation.name}: {share:.2f} median {median:+.2f} | {wording.question} | {wording.answer_form}")
+        report(
+            f"{relation.name}: {share:.2f} median {median:+.2f} | {wording.question} | {wording.answer_form}"
+        )
         if best is None or (share, median) > best[:2]:
             best = (share, median, wording)
     assert best is not None, "every relation has a wording"
@@ -498,15 +554,21 @@ def select(model: CleanModel) -> tuple[list[dict[str, Any]], list[str]]:
     for relation in RELATIONS:
         verdict = choose_wording(model, relation)
         if verdict.wording is None:
-            lines.append(f"{relation.name}: dropped, best wording right for both on {verdict.choosing_share:.2f}")
+            lines.append(
+                f"{relation.name}: dropped, best wording right for both on {verdict.choosing_share:.2f}"
+            )
             continue
-        scored = [(candidate, item_of(candidate, verdict.wording)) for candidate in candidates(relation)]
+        scored = [
+            (candidate, item_of(candidate, verdict.wording)) for candidate in candidates(relation)
+        ]
         measured = [(candidate, item, model.margins(item)) for candidate, item in scored]
         right = [entry for entry in measured if entry[2].smaller > 0]
         kept = right[:MAX_ITEMS]
         if relation.name == "capital":
             kept = mark_suite(right)
-        held_out = [margins.smaller > 0 for candidate, _, margins in measured if not candidate.is_choosing]
+        held_out = [
+            margins.smaller > 0 for candidate, _, margins in measured if not candidate.is_choosing
+        ]
         lines.append(
             f"{relation.name}: {len(right)} of {len(measured)} candidates right for both "
             f"(choosing half {verdict.choosing_share:.2f}, other half {sum(held_out) / len(held_out):.2f}), "
@@ -523,7 +585,9 @@ def mark_suite(right: Sequence[Measured]) -> list[Measured]:
     """Mark the suite among the capitals, and keep it with the first others up to `MAX_ITEMS`."""
     clear = [entry for entry in right if entry[2].smaller >= SUITE_MARGIN][:SUITE_SIZE]
     if len(clear) < SUITE_SIZE:
-        raise SystemExit(f"only {len(clear)} capitals have margins of {SUITE_MARGIN} nats; hint: add candidates")
+        raise SystemExit(
+            f"only {len(clear)} capitals have margins of {SUITE_MARGIN} nats; hint: add candidates"
+        )
     suite = {entry[1]["id"] for entry in clear}
     for _, item, _ in clear:
         rest = {key: item.pop(key) for key in list(item) if key not in ("id", "relation")}
@@ -538,7 +602,9 @@ class _Dumper(yaml.SafeDumper):
 
 _Dumper.add_representer(
     str,
-    lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None),
+    lambda dumper, text: dumper.represent_scalar(
+        "tag:yaml.org,2002:str", text, style="|" if "\n" in text else None
+    ),
 )
 
 
@@ -553,7 +619,9 @@ def write_items(path: Path, items: Sequence[Mapping[str, Any]], lines: Sequence[
         "Command: python bench/select_attribute_items.py --model FOLDER",
         *lines,
     ]
-    body = yaml.dump({"version": 1, "items": list(items)}, Dumper=_Dumper, sort_keys=False, width=120)
+    body = yaml.dump(
+        {"version": 1, "items": list(items)}, Dumper=_Dumper, sort_keys=False, width=120
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(f"# {line}\n" for line in header) + body, encoding="utf-8")
 
@@ -589,13 +657,22 @@ def decisions(model: CleanModel, path: Path) -> Iterator[str]:
             else fill(message["content"], current)
             for message in history
         )
-        return [{"role": m["role"], "content": content} for m, content in zip(history, contents, strict=True)]
+        return [
+            {"role": m["role"], "content": content}
+            for m, content in zip(history, contents, strict=True)
+        ]
 
     for number, turn in enumerate(scenario["turns"], start=1):
         values |= {field: str(value) for field, value in turn.get("edit", {}).items()}
-        history = [message for message in history if "delete" not in turn or message.get("id") != turn["delete"]]
+        history = [
+            message
+            for message in history
+            if "delete" not in turn or message.get("id") != turn["delete"]
+        ]
         history += [
-            {"role": role, "content": turn[role], "id": turn.get("id")} for role in ("user", "tool") if role in turn
+            {"role": role, "content": turn[role], "id": turn.get("id")}
+            for role in ("user", "tool")
+            if role in turn
         ]
         if "decide" in turn:
             for field, options in taken.items():
@@ -615,7 +692,11 @@ def segment_text(segment: str | Mapping[str, Any], folder: Path) -> str:
     """The text of a segment, given in the scenario or in a file beside it."""
     if isinstance(segment, str):
         return (folder / segment).read_text(encoding="utf-8")
-    return segment["text"] if "text" in segment else (folder / segment["file"]).read_text(encoding="utf-8")
+    return (
+        segment["text"]
+        if "text" in segment
+        else (folder / segment["file"]).read_text(encoding="utf-8")
+    )
 
 
 def report(line: str) -> None:
@@ -625,11 +706,21 @@ def report(line: str) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", required=True, metavar="FOLDER", help="model folder, for AutoModelForCausalLM")
-    parser.add_argument("--output", type=Path, default=DEFAULT_OUTPUT, help="file to write (default: %(default)s)")
-    parser.add_argument("--check", type=Path, metavar="FILE", help="score the items of this file instead")
-    parser.add_argument("--scenario", type=Path, metavar="FILE", help="score the decisions of a scenario instead")
-    parser.add_argument("--threads", type=int, default=1, help="torch threads (default: %(default)s)")
+    parser.add_argument(
+        "--model", required=True, metavar="FOLDER", help="model folder, for AutoModelForCausalLM"
+    )
+    parser.add_argument(
+        "--output", type=Path, default=DEFAULT_OUTPUT, help="file to write (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--check", type=Path, metavar="FILE", help="score the items of this file instead"
+    )
+    parser.add_argument(
+        "--scenario", type=Path, metavar="FILE", help="score the decisions of a scenario instead"
+    )
+    parser.add_argument(
+        "--threads", type=int, default=1, help="torch threads (default: %(default)s)"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     model = CleanModel(arguments.model)

@@ -28,9 +28,7 @@ def main() -> None:
     parser.add_argument("--no-full", action="store_true", help="skip the full prefill")
     args = parser.parse_args()
     model = load(args)
-    rows = [
-        measure(model, length, new, args) for length in args.lengths for new in args.new
-    ]
+    rows = [measure(model, length, new, args) for length in args.lengths for new in args.new]
     name = f"speed-{args.dtype}-{args.threads}t"
     save(name, args, {"rows": rows})
     for row in rows:
@@ -51,9 +49,7 @@ def measure(model: Any, length: int, num_new: int, args: argparse.Namespace) -> 
     hit_plan = Plan(ids, (*exact.layout, Compute(before, new)))
     splice = Splice("policy", segment.run, 0, length, len(header))
     ideal = plan_compose(ids, [splice], num_seam_tokens=1)
-    splice_plan = plan_keep(
-        head.layout, [Match(0, 0, len(header))], ideal, strategy="compose"
-    )
+    splice_plan = plan_keep(head.layout, [Match(0, 0, len(header))], ideal, strategy="compose")
     refresh_plan = _refresh_plan(exact, ids, before)
 
     def full() -> float:
@@ -83,7 +79,9 @@ def measure(model: Any, length: int, num_new: int, args: argparse.Namespace) -> 
     row["move_over_copy"] = round(result["move"]["median"] / result["copy"]["median"], 3)
     if "full" in result:
         row["full_over_splice"] = round(result["full"]["median"] / result["splice"]["median"], 1)
-        row["full_gflops"] = round(_prefill_flops(engine, len(ids)) / result["full"]["median"] / 1e6)
+        row["full_gflops"] = round(
+            _prefill_flops(engine, len(ids)) / result["full"]["median"] / 1e6
+        )
         row["matmul_gflops"] = round(_matmul_gflops(engine))
     return row
 
@@ -140,7 +138,13 @@ def _line(row: dict[str, Any]) -> str:
     ]
     parts += [
         f"{name} {row[name]}"
-        for name in ("splice_over_hit", "full_over_splice", "move_over_copy", "full_gflops", "matmul_gflops")
+        for name in (
+            "splice_over_hit",
+            "full_over_splice",
+            "move_over_copy",
+            "full_gflops",
+            "matmul_gflops",
+        )
         if name in row
     ]
     return "  ".join(parts)

@@ -1,0 +1,116 @@
+"""Splice fidelity on the real retail policy, and the mechanical gaps to the masked forward.
+
+Header of 33 tokens, the whole policy, each of the 114 customer requests as a user turn.
+`same_tokens` is an exact prefix hit over a cold prefill of header and policy; its own
+distance from a one-shot prefill is the floor, measured on every tenth request.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from typing import Any
+
+from common import DATA, arguments, header_ids, load, policy_ids, save
+
+from kvnotes.fidelity import compare, mask_reference
+from kvnotes.plan import Compute, Match, Plan, Splice, plan_compose, plan_keep
+
+SEAMS = (0, 1, 2, 4, 16, 64)
+
+
+def main() -> None:
+    """Run the benchmark."""
+    parser = arguments("KL and top-1 of a spliced policy")
+    parser.add_argument("--requests", type=int, default=114)
+    parser.add_argument("--mechanical", type=int, default=3, help="requests for mask_reference")
+    args = parser.parse_args()
+    model = load(args)
+    requests = [
+        task["user_scenario"]["instructions"]["reason_for_call"]
+        for task in json.loads((DATA / "tau2_retail_tasks.json").read_text())
+    ][: args.requests]
+    header, policy = header_ids(model), policy_ids(model)
+    segment = model.engine.compile(policy)
+    prefix = model.engine.prefill((*header, *policy)).cache
+    rows: dict[int, list[Any]] = {seam: [] for seam in SEAMS}
+    floors: list[float] = []
+    gaps: list[dict[str, float]] = []
+    for index, request in enumerate(requests):
+        turn = model.tokenizer.encode(
+            f"<|im_end|>\n<|im_start|>user\n{request}<|im_end|>\n<|im_start|>assistant\n"
+        )
+        ids = (*header, *policy, *turn)
+        hit = Plan(ids, (*prefix.layout, Compute(prefix.length, turn)))
+        exact = model.engine.execute(hit, base=prefix).last_logits()
+        if index % 10 == 0:
+            floors.append(compare(exact, model.engine.prefill(ids).last_logits()).kl_nats)
+        for seam in SEAMS:
+            splice = Splice("policy", segment.run, 0, len(policy), len(header))
+            plan = plan_compose(ids, [splice], num_seam_tokens=seam)
+            result = model.engine.execute(plan, segments=[segment])
+            rows[seam].append(compare(result.last_logits(), exact))
+        if index < args.mechanical:
+            gaps.append(mechanical(model.engine, ids, len(header), segment))
+    table = [summarize(seam, rows[seam]) for seam in SEAMS]
+    floor = {"median": statistics.median(floors), "max": max(floors), "num": len(floors)}
+    save(f"fidelity-{args.dtype}", args, {"seams": table, "floor_kl": floor, "mechanical": gaps})
+    for row in table:
+        print(row)
+    print("floor", floor)
+    print("mechanical", gaps)
+
+
+def summarize(seam: int, reports: list[Any]) -> dict[str, Any]:
+    """Return one row of the curve."""
+    kls = sorted(r.kl_nats for r in reports)
+    return {
+        "num_seam_tokens": seam,
+        "num_requests": len(reports),
+        "kl_mean": statistics.fmean(kls),
+        "kl_median": statistics.median(kls),
+        "kl_max": kls[-1],
+        "top1_equal": sum(r.top1_agree for r in reports),
+        "cosine_min": min(r.cosine for r in reports),
+    }
+
+
+def mechanical(engine: Any, ids: tuple[int, ...], start: int, segment: Any) -> dict[str, float]:
+    """Gap to `mask_reference`, relative to the logit scale, of the four kinds of plan."""
+    size = segment.num_tokens
+    spliced = engine.execute(
+        plan_compose(ids, [Splice("policy", segment.run, 0, size, start)], num_seam_tokens=1),
+        segments=[segment],
+    )
+    plans = {"splice": None}
+    live = spliced.cache
+    middle = start + size // 2
+    scattered = tuple(range(start + 40, start + size, 97))
+    same = [Match(0, 0, len(ids))]
+    plans["scattered"] = plan_keep(
+        live.layout, same, Plan.prefill(ids), strategy="selective", recompute=scattered
+    )
+    shorter = (*ids[: middle - 20], *ids[middle:])
+    plans["delete"] = plan_keep(
+        live.layout,
+        [Match(0, 0, middle - 20), Match(middle, middle - 20, len(ids) - middle)],
+        Plan.prefill(shorter),
+        strategy="refresh",
+    )
+    longer = (*ids[:middle], *ids[:7], *ids[middle + 3 :])
+    plans["length_changing_edit"] = plan_keep(
+        live.layout,
+        [Match(0, 0, middle), Match(middle + 3, middle + 7, len(ids) - middle - 3)],
+        Plan.prefill(longer),
+        strategy="refresh",
+    )
+    gaps = {}
+    for name, plan in plans.items():
+        result = spliced if plan is None else engine.execute(plan, base=live)
+        reference = mask_reference(engine, result.cache.layout)
+        gaps[name] = compare(result.last_logits(), reference).max_logit_gap
+    return gaps
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""Decision recovery of every strategy on items a small model decides, and verify's misses.
+
+Each item is a conversation whose field is edited before the question is asked (the
+evaluation protocol of MEASURING.md: the query is computed after the edit). Recovery is the
+ratio of mean margins (m - m_stale) / (m_clean - m_stale), with a bootstrap interval.
+"""
+
+from __future__ import annotations
+
+import random
+from importlib import resources
+from typing import Any
+
+import yaml
+from common import arguments, load, save
+
+import kvnotes
+from kvnotes.plan import Match, Plan, plan_keep
+
+STRATEGIES = ("stale", "refresh", "selective", "erratum", "refresh+erratum", "suffix", "reprefill")
+BOOTSTRAP = 2000
+
+
+def main() -> None:
+    """Run the benchmark."""
+    parser = arguments("recovery of every strategy; miss rate of the cheap verify")
+    parser.add_argument("--suite", default="capitals12", help="suite name, or `all`")
+    parser.add_argument("--verify", action="store_true", help="also measure verify cheap vs full")
+    args = parser.parse_args()
+    model = load(args)
+    text = (resources.files("kvnotes") / "bench/items/attribute_dev.yaml").read_text()
+    items = [
+        item
+        for item in yaml.safe_load(text)["items"]
+        if args.suite == "all" or item.get("suite") == args.suite
+    ]
+    rows = {name: [margin(model, item, name) for item in items] for name in STRATEGIES}
+    rows["notes"] = [notes_margin(model, item) for item in items]
+    body: dict[str, Any] = {"suite": args.suite, "num_items": len(items), "strategies": {}}
+    for name, margins in rows.items():
+        body["strategies"][name] = {
+            "recovery": recovery(margins, rows["stale"], rows["reprefill"]),
+            "interval": interval(margins, rows["stale"], rows["reprefill"]),
+            "right": sum(m > 0 for m in margins),
+            "mean_margin": sum(margins) / len(margins),
+        }
+        print(name, body["strategies"][name])
+    if args.verify:
+        body["verify"] = verify_rates(model, items)
+        print(body["verify"])
+    save(f"recovery-{args.suite}", args, body)
+
+
+def session(model: Any, item: dict[str, Any], strategy: str) -> kvnotes.Session:
+    """Return a session over an item's prompt, cached up to the question."""
+    talk = kvnotes.Session(
+        model, messages=item["messages"], fields=item["fields"], strategy=strategy
+    )
+    talk.decide(item["choices"])
+    return talk
+
+
+def margin(model: Any, item: dict[str, Any], strategy: str) -> float:
+    """Return log-probability of the new answer minus the old one's, after the edit."""
+    if strategy == "stale":
+        talk = session(model, item, "suffix")
+    else:
+        talk = session(model, item, strategy)
+        talk.edit(item["edit"])
+    decision = talk.user(item["question"], decide=item["choices"]).decision
+    assert decision is not None
+    answers = item["answers"]
+    return decision.choices[answers["new"]] - decision.choices[answers["old"]]
+
+
+def notes_margin(model: Any, item: dict[str, Any]) -> float:
+    """The paper's `full-downstream` minus the field: old field K/V, notes of the new value.
+
+    Takes the cache of the new value and puts the old value's own K/V back into the field.
+    """
+    engine, answers = model.engine, item["answers"]
+    old = kvnotes.Session(model, messages=item["messages"], fields=item["fields"])
+    new = kvnotes.Session(
+        model, messages=item["messages"], fields={**item["fields"], **item["edit"]}
+    )
+    before, after = old.render(), new.render()
+    spans = [s for s in before.spans if s.kind == "field"]
+    if before.num_tokens != after.num_tokens or len(spans) != 1:
+        return float("nan")
+    start, stop = spans[0].start, spans[0].stop
+    source, target = engine.prefill(before.token_ids), engine.prefill(after.token_ids)
+    talk = kvnotes.Session(model, messages=item["messages"], fields=item["fields"])
+    talk.add("user", item["question"])
+    prompt = talk.render(add_generation_prompt=True)
+    kept = before.num_tokens
+    layout = (
+        *target.cache.truncated(start).layout,
+        *(view.clip(start, stop) for view in source.cache.layout),
+        *(view.clip(stop, kept) for view in target.cache.layout),
+    )
+    plan = plan_keep(layout, [Match(0, 0, kept)], Plan.prefill(prompt.token_ids), strategy="stale")
+    result = engine.execute(plan, segments=[*source.cache.sources, *target.cache.sources])
+    encoded = [model.tokenizer.encode(answers[k]) for k in ("new", "old")]
+    scores = engine.score(result, encoded)
+    return float(scores[0] - scores[1])
+
+
+def recovery(margins: list[float], stale: list[float], clean: list[float]) -> float:
+    """Ratio of mean margins over the items where all three are defined."""
+    use = [i for i, m in enumerate(margins) if m == m]
+    base = sum(stale[i] for i in use)
+    return (sum(margins[i] for i in use) - base) / (sum(clean[i] for i in use) - base)
+
+
+def interval(margins: list[float], stale: list[float], clean: list[float]) -> list[float]:
+    """95 % bootstrap interval over items."""
+    rng = random.Random(0)
+    use = [i for i, m in enumerate(margins) if m == m]
+    values = []
+    for _ in range(BOOTSTRAP):
+        draw = [rng.choice(use) for _ in use]
+        values.append(recovery(*([x[i] for i in draw] for x in (margins, stale, clean))))
+    values.sort()
+    return [round(values[int(0.025 * BOOTSTRAP)], 3), round(values[int(0.975 * BOOTSTRAP)], 3)]
+
+
+def verify_rates(model: Any, items: list[dict[str, Any]]) -> dict[str, Any]:
+    """Compare the cheap verify with the full one, rung by rung, on the same edits."""
+    missed = wrong = alarms = right = 0
+    share = 0.0
+    for item in items:
+        for strategy in ("erratum", "refresh+erratum"):
+            full = _first_rung_passes(model, item, strategy, "full")
+            cheap = _first_rung_passes(model, item, strategy, "cheap")
+            share = max(share, cheap[1])
+            if full[0]:
+                right += 1
+                alarms += not cheap[0]
+            else:
+                wrong += 1
+                missed += cheap[0]
+    return {
+        "num_checks": wrong + right,
+        "wrong_by_full": wrong,
+        "missed_by_cheap": missed,
+        "false_alarms_of_cheap": alarms,
+        "largest_share_computed": round(share, 3),
+    }
+
+
+def _first_rung_passes(
+    model: Any, item: dict[str, Any], strategy: str, level: Any
+) -> tuple[bool, float]:
+    talk = session(model, item, strategy)
+    talk.edit(item["edit"], verify=level)
+    turn = talk.user(item["question"], decide=item["choices"])
+    assert turn.verification is not None
+    return turn.verification.rungs == (strategy,), turn.verification.checked_share
+
+
+if __name__ == "__main__":
+    main()
