@@ -12,12 +12,14 @@
 PYTHON ?= python3
 TORCH_ARGS ?=
 PYTEST_ARGS ?=
+BENCH_ARGS ?=
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 READY := .venv/.ready
 READY_519 := .venv-519/.ready
 RESULTS := build/test-results
+BENCHMARKS := $(filter-out bench/common.py bench/select_%,$(wildcard bench/*.py))
 
 .PHONY: setup demo test lint types tests tests-519 bench clean
 
@@ -45,7 +47,7 @@ tests-519: $(READY_519)
 	  $(wildcard tests/contract tests/model)
 
 bench: $(READY)
-	$(BIN)/kvnotes bench
+	for script in $(BENCHMARKS); do $(BIN)/python $$script $(BENCH_ARGS) || exit 1; done
 
 clean:
 	rm -rf .venv .venv-519 .cache build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
@@ -55,7 +57,8 @@ clean:
 # torch comes first and alone, so that nothing else can ask pip for another build of it; its
 # second line installs nothing but the libraries that a CUDA build wants beside it.
 $(READY): requirements.lock pyproject.toml
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 10) and 'kvnotes needs Python 3.10 or newer: make PYTHON=python3.11')"
+	$(PYTHON) -m venv .venv
 	$(PIP) install --quiet --no-deps $(TORCH_ARGS) "$$(grep '^torch==' requirements.lock)"
 	$(PIP) install --quiet --no-deps -r requirements.lock
 	$(PIP) install --quiet $(TORCH_ARGS) -c requirements.lock "$$(grep '^torch==' requirements.lock)"
@@ -64,7 +67,7 @@ $(READY): requirements.lock pyproject.toml
 
 # Its own transformers, and through a .pth file everything else from .venv.
 $(READY_519): requirements-519.lock $(READY)
-	test -x .venv-519/bin/python || $(PYTHON) -m venv .venv-519
+	$(PYTHON) -m venv .venv-519
 	.venv-519/bin/python -m pip --disable-pip-version-check --no-input install --quiet --no-deps \
 	  -r requirements-519.lock
 	$(BIN)/python -c "import os, sysconfig; print(os.getcwd()); print(sysconfig.get_path('purelib'))" \
