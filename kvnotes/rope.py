@@ -12,7 +12,7 @@ key the model would have computed to 1e-7 at every distance.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -104,60 +104,60 @@ def move_keys(
         cancels.
     """
     out = torch.empty_like(keys)
-    turn_keys(keys, rotary.turn(source, target), rotary.spec, out)
+    turn_keys([keys], rotary.turn(source, target), rotary.spec, [out])
     return out
 
 
-class Scratch:
+class _Scratch:
     """Working memory of a rotation, reused from block to block and layer to layer.
 
     Fresh memory would cost more than the arithmetic: every block would fault its pages in.
     """
 
     def __init__(self) -> None:
-        self._blocks: dict[str, Tensor] = {}
+        self._blocks: dict[tuple[str, torch.Size], Tensor] = {}
 
-    def like(self, name: str, block: Tensor) -> Float[Tensor, "kv_heads tokens rotary_dim"]:
+    def like(self, name: str, block: Tensor) -> Tensor:
         """Return float32 memory of a block's shape, under a name."""
-        found = self._blocks.get(name)
-        if found is None or found.shape != block.shape:
-            found = torch.empty(block.shape, dtype=torch.float32)
-            self._blocks[name] = found
-        return found
+        key = (name, block.shape)
+        if key not in self._blocks:
+            self._blocks[key] = torch.empty(block.shape, dtype=torch.float32)
+        return self._blocks[key]
 
 
 def turn_keys(
-    keys: Float[Tensor, "kv_heads tokens head_dim"],
+    layers: Sequence[Float[Tensor, "kv_heads tokens head_dim"]],
     turn: Turn,
     spec: RopeSpec,
-    out: Float[Tensor, "kv_heads tokens head_dim"],
-    scratch: Scratch | None = None,
+    outs: Sequence[Float[Tensor, "kv_heads tokens head_dim"]],
 ) -> None:
-    """Rotate keys into `out` in one pass over them; `out` may not overlap `keys`.
+    """Rotate the keys of all layers, each in one pass, into memory that does not overlap.
 
     Args:
-        keys: Post-RoPE keys.
-        turn: The rotation of each token.
+        layers: Post-RoPE keys of each layer.
+        turn: The rotation of each token, the same for all layers.
         spec: Which dimensions are rotated, and in which pairs.
-        out: Where the result goes.
-        scratch: Working memory; pass the same one for all layers.
+        outs: Where each layer's result goes.
     """
-    scratch = scratch or Scratch()
     size = spec.rotary_dim
-    for start in range(0, keys.shape[1], BLOCK_TOKENS):
-        block = slice(start, min(start + BLOCK_TOKENS, keys.shape[1]))
-        source, target = keys[:, block], out[:, block]
-        if size < keys.shape[2]:
-            target[..., size:] = source[..., size:]
-            source, target = source[..., :size], target[..., :size]
-        if source.dtype != torch.float32:
-            source = scratch.like("source", source).copy_(source)
-        partners = _partners(source, spec, scratch.like("partners", source))
-        if target.dtype == torch.float32:
-            torch.mul(source, turn.cos[block], out=target).addcmul_(partners, turn.sin[block])
-        else:
-            source.mul_(turn.cos[block]).addcmul_(partners, turn.sin[block])
-            target.copy_(source)
+    scratch = _Scratch()
+    for start in range(0, turn.cos.shape[0], BLOCK_TOKENS):
+        block = slice(start, start + BLOCK_TOKENS)
+        cos, sin = turn.cos[block], turn.sin[block]
+        for keys, out in zip(layers, outs, strict=True):
+            source, target = keys[:, block], out[:, block]
+            if size < keys.shape[2]:
+                target[..., size:] = source[..., size:]
+                source, target = source[..., :size], target[..., :size]
+            rotated = scratch.like("rotated", source)
+            if source.dtype != torch.float32:
+                source = scratch.like("source", source).copy_(source)
+            partners = _partners(source, spec, scratch.like("partners", source))
+            torch.mul(source, cos, out=rotated)
+            if target.dtype == torch.float32:
+                torch.addcmul(rotated, partners, sin, out=target)
+            else:
+                target.copy_(rotated.addcmul_(partners, sin))
 
 
 def _partners(keys: Tensor, spec: RopeSpec, out: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from kvnotes.errors import UnknownSegmentError
 from kvnotes.plan import Compute, Layout, Plan, Reuse, Run
 from kvnotes.plan.lineage import extend, holds
-from kvnotes.rope import Rotary, Scratch, turn_keys
+from kvnotes.rope import Rotary, turn_keys
 from kvnotes.segment import Buffer, KVCache, KVSegment
 from kvnotes.spec import ModelIdentity
 
@@ -81,18 +81,17 @@ def place(
     part = slice(view.source_start, view.source_stop)
     first = view.target_start if slot is None else slot
     goal = slice(first, first + view.num_tokens)
-    turn = None
+    for values, to_values in zip(segment.values, buffer.values, strict=True):
+        to_values[:, goal] = values[:, part]
+    keys = [layer[:, part] for layer in segment.keys]
+    targets = [layer[:, goal] for layer in buffer.keys]
     if view.moved:
         source = view.run.start + view.source_start
         turn = rotary.shift(source, view.target_start, view.num_tokens)
-    scratch = Scratch()
-    layers = zip(segment.keys, segment.values, buffer.keys, buffer.values, strict=True)
-    for keys, values, to_keys, to_values in layers:
-        to_values[:, goal] = values[:, part]
-        if turn is None:
-            to_keys[:, goal] = keys[:, part]
-        else:
-            turn_keys(keys[:, part], turn, rotary.spec, to_keys[:, goal], scratch)
+        turn_keys(keys, turn, rotary.spec, targets)
+    else:
+        for layer, to_layer in zip(keys, targets, strict=True):
+            to_layer.copy_(layer)
 
 
 def settle(
