@@ -35,6 +35,7 @@ class Family:
     bos: str
     eos: str
     added: tuple[str, ...] = ()
+    rstrip: bool = False  # as in Phi 3: control tokens take in the line break behind them
 
     @property
     def source(self) -> str:
@@ -58,7 +59,9 @@ FAMILIES = {
     "gemma_refuses": Family(
         "gemma_refuses", ("<start_of_turn>", "<end_of_turn>"), "<bos>", "<eos>"
     ),
-    "phi": Family("phi", ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>"), "<s>", "<|end|>"),
+    "phi": Family(
+        "phi", ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>"), "<s>", "<|end|>", rstrip=True
+    ),
     "deepseek": Family(
         "deepseek",
         ("<|User|>", "<|Assistant|>", "<|tool|>"),
@@ -76,6 +79,7 @@ def build_tokenizer(
     eos: str = "",
     added: tuple[str | AddedToken, ...] = (),
     trim_offsets: bool = False,
+    rstrip: bool = False,
 ) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE tokenizer on a few sentences; the same one every time.
 
@@ -84,6 +88,7 @@ def build_tokenizer(
         bos: Begin token, also special.
         eos: End token, also special.
         added: Added tokens that are not special.
+        rstrip: Special tokens take in the white space to their right.
         trim_offsets: Add a post-processor that leaves white space out of the offsets.
     """
     from tokenizers import processors
@@ -98,23 +103,35 @@ def build_tokenizer(
         min_frequency=1,
         show_progress=False,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        special_tokens=[t for t in dict.fromkeys((*specials, bos, eos)) if t],
+        special_tokens=[
+            AddedToken(t, rstrip=rstrip, normalized=False, special=True)
+            for t in dict.fromkeys((*specials, bos, eos))
+            if t
+        ],
     )
     backend.train_from_iterator(_SENTENCES, trainer)
     backend.add_tokens(
         [t if isinstance(t, AddedToken) else AddedToken(t, normalized=False) for t in added]
     )
-    names = {"bos_token": bos, "eos_token": eos}
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, **{name: word for name, word in names.items() if word}
-    )
+    names = {
+        name: AddedToken(word, rstrip=rstrip, normalized=False, special=True)
+        for name, word in (("bos_token", bos), ("eos_token", eos))
+        if word
+    }
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **names)
 
 
 @cache
 def family_tokenizer(name: str) -> PreTrainedTokenizerFast:
     """A tokenizer with the special tokens and the chat template of a family."""
     family = FAMILIES[name]
-    tokenizer = build_tokenizer(family.specials, bos=family.bos, eos=family.eos, added=family.added)
+    tokenizer = build_tokenizer(
+        family.specials,
+        bos=family.bos,
+        eos=family.eos,
+        added=family.added,
+        rstrip=family.rstrip,
+    )
     tokenizer.chat_template = family.source
     return tokenizer
 

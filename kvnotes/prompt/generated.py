@@ -29,12 +29,14 @@ class Run:
         stop: Character after the last, the end token included.
         ids: The ids as generated.
         text: What the ids decode to.
+        stop_word: The end token, if the ids end with one.
     """
 
     start: int
     stop: int
     ids: tuple[int, ...]
     text: str
+    stop_word: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +80,11 @@ def place_generated(
         if word and layout.text.startswith(word, stop):
             stop, text = stop + len(word), text + word
         elif word:
-            ids = ids[:-1]
-            rewrites.append(Rewrite(message.id, f"the end token {word} is not rendered"))
-        runs.append(Run(start, stop, ids, text))
+            ids, word = ids[:-1], ""
+            rewrites.append(
+                Rewrite(message.id, f"the end token {message.stop_word} is not rendered")
+            )
+        runs.append(Run(start, stop, ids, text, word))
     return Generated(tuple(runs), tuple(rewrites), tuple(escaped))
 
 

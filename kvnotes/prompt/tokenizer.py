@@ -111,6 +111,8 @@ class PromptTokenizer:
         self._splitters = tuple(word for word, splits in controls.items() if splits)
         self._normalizes = self._backend.normalizer is not None and _any_normalized(tokenizer)
         self.piece = lru_cache(_CACHE)(self._encode_piece)
+        # Text behind a control token that stands already: (word, text) -> the text's tokens.
+        self.piece_behind = lru_cache(_CACHE)(self._encode_behind)
         self._use_style(erratum_style or ErratumStyle())
         identity = [self._backend.to_str(), source, sorted(map(str, variables.items()))]
         self.identity: str = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
@@ -166,7 +168,8 @@ class PromptTokenizer:
         if self._chat is not None:
             for gap in self.shape.gaps("assistant", "user"):
                 piece = self.piece(gap.terminator)
-                found.update(piece.ids[: 1 if piece.controls[:1] == ((0, piece.stops[0]),) else 0])
+                if piece.controls and piece.controls[0][0] == 0:
+                    found.add(piece.ids[0])
         return frozenset(found)
 
     def encode(self, text: str) -> tuple[int, ...]:
@@ -226,16 +229,25 @@ class PromptTokenizer:
             first = min(first, start)
             starts.append(first)
         starts.reverse()
-        controls = tuple(
-            (starts[k], stops[k])
-            for k, i in enumerate(ids)
-            if i in self.control_ids and not self._is_unknown(i, text[starts[k] : stops[k]])
-        )
-        return EncodedPiece(ids, tuple(starts), tuple(stops), controls)
+        controls = []
+        for k, i in enumerate(ids):
+            if i in self.control_ids:
+                # Some control tokens take in the white space beside them; it is not theirs.
+                place = text.find(self.token(i), starts[k], stops[k])
+                if place >= 0:
+                    controls.append((place, place + len(self.token(i))))
+                elif i != self._unk_id:  # the unknown token also stands for ordinary text
+                    controls.append((starts[k], stops[k]))
+        return EncodedPiece(ids, tuple(starts), tuple(stops), tuple(controls))
 
-    def _is_unknown(self, token_id: int, text: str) -> bool:
-        """Whether the unknown token stands for ordinary text, not for its own string."""
-        return token_id == self._unk_id and text != self._backend.id_to_token(token_id)
+    def _encode_behind(self, word: str, text: str) -> EncodedPiece:
+        whole, size = self._encode_piece(word + text), len(word)
+        return EncodedPiece(
+            whole.ids[1:],
+            tuple(max(start - size, 0) for start in whole.starts[1:]),
+            tuple(max(stop - size, 0) for stop in whole.stops[1:]),
+            tuple((a - size, b - size) for a, b in whole.controls if a >= size),
+        )
 
     def _use_style(self, style: ErratumStyle) -> None:
         self.erratum_style = style

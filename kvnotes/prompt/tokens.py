@@ -55,17 +55,22 @@ class TokenMap:
         self.pieces: list[TokenizedPiece] = []
         self._num_tokens = 0
         cuts = sorted(b for b in set(borders) if tokenizer.can_split_before(text, b))
-        done = 0
+        done, word = 0, ""
         for run in (*runs, None):
             stop = len(text) if run is None else run.start
             inner = cuts[bisect_right(cuts, done) : bisect_left(cuts, stop)]
             for a, b in zip([done, *inner], [*inner, stop], strict=True):
                 if a < b:
-                    piece = tokenizer.piece(text[a:b])
+                    behind = word if a == done else ""
+                    piece = (
+                        tokenizer.piece_behind(behind, text[a:b])
+                        if behind
+                        else tokenizer.piece(text[a:b])
+                    )
                     self._add(a, b, piece.ids, piece)
             if run is not None:
                 self._add(run.start, run.stop, run.ids, None)
-                done = run.stop
+                done, word = run.stop, run.stop_word
         self._starts = [piece.start for piece in self.pieces]
         self.ids = tuple(chain.from_iterable(piece.ids for piece in self.pieces))
 

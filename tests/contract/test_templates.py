@@ -230,7 +230,8 @@ BLOCKS = {
     "mistral_first": ("[INST]Say it.[/INST]", ""),
     "gemma": ("<start_of_turn>user\nSay it.<end_of_turn>\n", "<start_of_turn>model\n"),
     "gemma_refuses": ("<start_of_turn>user\nSay it.<end_of_turn>\n", "<start_of_turn>model\n"),
-    "phi": ("<|user|>\nSay it.<|end|>\n", "<|assistant|>\n"),
+    # Its control tokens take in the line breaks behind them.
+    "phi": ("<|user|>Say it.<|end|>", "<|assistant|>"),
     "deepseek": ("<|User|>Say it.", "<|Assistant|><think>\n"),
 }
 

@@ -133,7 +133,7 @@ def test_preamble_and_segment_stand_as_the_two_messages_would(name: str) -> None
         [Message("system", "The price is 10:45."), Message("system", "Never sell.")]
     ).render({}, tokenizer)
     joined = (*span.preamble_ids, *span.token_ids)
-    assert tokenizer.decode(joined) == alone.text[: len(tokenizer.decode(joined))]
+    assert tokenizer.decode(alone.token_ids).startswith(tokenizer.decode(joined))
     if tokenizer.capabilities.adjacent_system:
         assert joined == alone.token_ids
 
