@@ -14,7 +14,7 @@ from kvnotes.prompt import PromptTokenizer
 
 TEMPLATES = Path(__file__).resolve().parent / "templates"
 
-_SENTENCES = (
+SENTENCES = (
     "The stock is 12 units and the price is 10:45 in the morning.",
     "You are a short and friendly helper. Never sell below the price.",
     "system user assistant model tool answer question message update state",
@@ -109,7 +109,7 @@ def build_tokenizer(
             if t
         ],
     )
-    backend.train_from_iterator(_SENTENCES, trainer)
+    backend.train_from_iterator(SENTENCES, trainer)
     backend.add_tokens(
         [t if isinstance(t, AddedToken) else AddedToken(t, normalized=False) for t in added]
     )

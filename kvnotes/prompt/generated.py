@@ -66,16 +66,17 @@ def place_generated(
         message = messages[block.index]
         decoded, ids = message.decoded, message.ids
         assert decoded is not None and ids is not None
-        start = _start(layout, block, decoded, tokenizer)
-        if start is None:
+        place = _place(layout, block, decoded, tokenizer)
+        if place is None:
             rewrites.append(Rewrite(message.id, _reason(layout, block, decoded)))
             escaped.extend((message.id, found) for found in decoded.found)
             continue
+        start, stop = place
         if layout.roles and layout.text[block.start : start] != _header(layout, block, tokenizer):
             rewrites.append(
                 Rewrite(message.id, "the turn is opened otherwise than it was generated")
             )
-        stop, text = start + len(decoded.following), decoded.raw
+        text = decoded.raw[len(decoded.following) - (stop - start) :]
         word = message.stop_word
         if word and layout.text.startswith(word, stop):
             stop, text = stop + len(word), text + word
@@ -97,22 +98,29 @@ def _header(layout: Layout, block: Block, tokenizer: PromptTokenizer) -> str | N
     return tokenizer.shape.generation(layout.roles[block.index - 1])
 
 
-def _start(
+def _place(
     layout: Layout, block: Block, decoded: DecodedIds, tokenizer: PromptTokenizer
-) -> int | None:
-    """Where the generated text begins in the rendering, or None if it is not there."""
-    following, first = decoded.following, block.start
+) -> tuple[int, int] | None:
+    """Where the generated text stands in the rendering, or None if it does not.
+
+    Some decoders strip the blank that the first token writes, so both forms of it count.
+    """
+    first = block.start
     header = _header(layout, block, tokenizer)
-    if header is not None and layout.text.startswith(header, block.start):
+    opened = header is not None and layout.text.startswith(header, block.start)
+    if opened and header is not None:
         first += len(header)
-        fits = first + len(following) <= block.stop
-        if fits and layout.text.startswith(following, first):
-            return first
+    for text in dict.fromkeys((decoded.following, decoded.content)):
+        stop = first + len(text)
+        if opened and stop <= block.stop and layout.text.startswith(text, first):
+            return first, stop
     if block.index in layout.contents:
         # Not before `first`: white space of the header is none of the content.
-        start = layout.contents[block.index][1] - len(following)
-        if start >= first and layout.text.startswith(following, start):
-            return start
+        stop = layout.contents[block.index][1]
+        for text in dict.fromkeys((decoded.following, decoded.content)):
+            start = stop - len(text)
+            if start >= first and layout.text.startswith(text, start):
+                return start, stop
     return None
 
 

@@ -19,6 +19,8 @@ from kvnotes.prompt.shape import Gap
 if TYPE_CHECKING:
     from kvnotes.prompt.tokenizer import PromptTokenizer
 
+_SHOWN = 40
+
 
 @dataclass(frozen=True, slots=True)
 class Block:
@@ -298,7 +300,7 @@ class _ChatLayout:
             for start, stop in zip(starts, stops, strict=True):
                 a = unclamp(message.text, marked.inner, mark.start, start, self.text)
                 b = unclamp(message.text, marked.inner, mark.stop, stop, self.text)
-                if self.text[a : max(a, b)] != mark.value:
+                if not _shows(mark, self.text[a : max(a, b)]):
                     raise self._altered(mark, message, self.text[start:stop])
                 placed.append(PlacedMark(mark, index, a, max(a, b)))
         return placed
@@ -313,13 +315,28 @@ class _ChatLayout:
             if self.text.startswith(header + message.text, block.start):
                 start = block.start + len(header) + mark.start
                 return PlacedMark(mark, block.index, start, start + len(mark.value))
-        if mark.value:
-            raise self._altered(mark, message, self.text[block.start : block.stop])
+        if not _shows(mark, ""):
+            raise self._altered(mark, message, "")
         return PlacedMark(mark, block.index, block.stop, block.stop)
 
     def _altered(self, mark: Mark, message: Resolved, shown: str) -> TemplateError:
         return TemplateError(
-            f"{mark.kind} {mark.name!r} in message {message.id!r} has the text {mark.value!r}, "
-            f"the chat template renders it as {shown!r}",
+            f"{mark.kind} {mark.name!r} in message {message.id!r} has the text "
+            f"{_short(mark.value)}, the chat template renders it as {_short(shown)}",
             hint="move the slot to a place the template shows as it is, and trim the value",
         )
+
+
+def _shows(mark: Mark, shown: str) -> bool:
+    """Whether a mark is rendered as it should: values exactly, segments but for outer blanks."""
+    value = mark.value
+    if mark.kind == "segment":
+        return shown in (value, value.lstrip(), value.rstrip(), value.strip())
+    return shown == value
+
+
+def _short(text: str) -> str:
+    """Quote a text for an error message, its middle left out where it is long."""
+    if len(text) <= 2 * _SHOWN:
+        return repr(text)
+    return f"{text[:_SHOWN]!r}...{text[-_SHOWN:]!r}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from helpers_prompt import FAMILIES, build_tokenizer, prompt_tokenizer
 
+from kvnotes.errors import TemplateError
 from kvnotes.prompt import (
     Message,
     PromptTemplate,
@@ -177,3 +178,26 @@ def test_segments_match_also_where_offsets_are_trimmed() -> None:
     values = {"x": " ", "y": " "}
     first, second = template.render(values, trimming), template.render(values, plain)
     assert (first.spans, first.segments) == (second.spans, second.segments)
+
+
+@pytest.mark.parametrize("text", ["Never sell.\n", "\n Never sell.", "\n"])
+def test_segment_may_be_trimmed_by_the_template_and_shows_what_is_left(text: str) -> None:
+    tokenizer = prompt_tokenizer("llama3")
+    for message in (Message("system", segment="s"), Message("system", "{{segment:s}}")):
+        template = PromptTemplate.chat([Message("system", "x"), message], [SegmentText("s", text)])
+        prompt = template.render({}, tokenizer)
+        (span,) = prompt.segments
+        check_edges(prompt, span)
+        shown = tokenizer.decode(prompt.token_ids[span.start : span.stop])
+        assert text.strip() in shown
+        assert tokenizer.decode(span.token_ids).strip() == shown.strip()
+        assert "\n\n\n" not in prompt.text
+
+
+def test_segment_that_the_template_changes_is_refused_in_few_words() -> None:
+    source = "{% for m in messages %}{{ m.content | upper }}{% endfor %}"
+    tokenizer = PromptTokenizer(build_tokenizer(("<a>",)), source)
+    template = PromptTemplate.chat([Message("system", segment="s")], [SegmentText("s", "ab" * 999)])
+    with pytest.raises(TemplateError, match=r"'ababab.*\.\.\..*'ABABAB") as caught:
+        template.render({}, tokenizer)
+    assert len(str(caught.value)) < 500
