@@ -76,6 +76,15 @@ class ChatTemplate:
                 hint="pass a chat_template that transformers can render",
             ) from error
 
+    @property
+    def shows_time(self) -> bool:
+        """Whether the template asks for the time."""
+        return "strftime_now" in self.source
+
+    def at(self, clock: datetime) -> ChatTemplate:
+        """Return the same template with its clock frozen at a time."""
+        return ChatTemplate(self.source, self._variables, clock)
+
     def render(self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool) -> str:
         """Render messages to text.
 

@@ -123,6 +123,17 @@ class PromptTokenizer:
         other._use_style(style)
         return other
 
+    def for_session(self, style: ErratumStyle) -> PromptTokenizer:
+        """Return the tokenizer of one session: its erratum style, its clock frozen now.
+
+        A clock that was set is kept. Templates that show no time are shared.
+        """
+        other = self.with_erratum_style(style)
+        if self._chat is not None and self._chat.shows_time and self._chat.clock is None:
+            other._chat = self._chat.at(datetime.now())
+            other.__dict__.pop("shape", None)  # made of rendered text, which has a date in it
+        return other
+
     @property
     def has_chat_template(self) -> bool:
         """Whether chat prompts can be rendered."""

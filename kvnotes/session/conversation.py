@@ -53,6 +53,7 @@ class Conversation:
         self.planner = planner
         self.strategy = strategy
         self.style = style
+        self.tokenizer = model.tokenizer.for_session(style)
         self.mode: ErratumMode = mode
         self.scorecard = scorecard
         self.waiting: tuple[Operation, ...] = ()
@@ -226,7 +227,7 @@ class Conversation:
     def render(self, state: PromptState, add_generation_prompt: bool) -> TokenizedPrompt:
         """Render a state."""
         return state.template.render(
-            state.values, self.model.tokenizer, add_generation_prompt=add_generation_prompt
+            state.values, self.tokenizer, add_generation_prompt=add_generation_prompt
         )
 
     def turn(self, op: str, plan: Plan, choice: Choice, prompt: TokenizedPrompt) -> Turn:
