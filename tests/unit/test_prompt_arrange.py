@@ -144,16 +144,16 @@ def test_late_system_that_changes_what_stands_before_is_not_kept() -> None:
     assert found.prefix_stable
 
 
-def test_late_system_that_moves_once_another_turn_follows_is_not_kept() -> None:
+def test_late_system_that_changes_once_another_turn_follows_is_not_kept() -> None:
     source = (
-        "{% for m in messages %}{% if m.role == 'system' and not loop.first and not loop.last %}"
-        "{% else %}[{{ m.role }}]{{ m.content }}"
-        "{% if not loop.first and messages[loop.index0 - 1].role == 'system' and loop.index0 > 1 %}"
-        "({{ messages[loop.index0 - 1].content }}){% endif %}{% endif %}{% endfor %}"
+        "{% for m in messages %}[{{ m.role }}{{ ' now' if loop.last and m.role == 'system' }}]"
+        "{{ m.content }}{% endfor %}"
     )
     found = capabilities(source)
     assert not found.late_system_after_assistant
+    assert not found.late_system_after_user
     assert found.adjacent_user
+    assert found.system == "keep"
 
 
 def test_template_that_counts_its_messages_is_not_prefix_stable() -> None:
@@ -180,3 +180,20 @@ def test_tool_wrapper_is_the_last_resort_after_a_tool() -> None:
     assert found.tool_role
     assert found.erratum_role("tool") == "tool"
     assert found.erratum_role("user") == "system"
+
+
+def test_block_of_an_empty_message_is_its_header_and_terminator() -> None:
+    tokenizer = prompt_tokenizer("qwen3")
+    chat = [
+        Message(ROLE[role], text)
+        for role, text in zip("uauau", ("x", "", "", "y", "z"), strict=True)
+    ]
+    prompt = PromptTemplate.chat(chat).render({}, tokenizer)
+    blocks = [
+        tokenizer.decode(prompt.token_ids[s.start : s.stop])
+        for s in prompt.spans
+        if s.kind == "message"
+    ]
+    assert blocks[1] == "<|im_start|>assistant\n<|im_end|>\n"
+    assert blocks[2] == "<|im_start|>user\n<|im_end|>\n"
+    assert blocks[3] == "<|im_start|>assistant\ny<|im_end|>\n"
