@@ -30,7 +30,7 @@ def digest_tokens(token_ids: Sequence[int]) -> str:
     return hashlib.sha256(array("q", token_ids).tobytes()).hexdigest()
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Run:
     """Tokens whose K/V were computed one after the other behind one context.
 
@@ -75,6 +75,10 @@ class Run:
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+    def __repr__(self) -> str:
+        # contexts hold runs that hold contexts: written out they grow exponentially
+        return f"Run({len(self)} tokens at {self.start}, {self.digest[:12]})"
 
     def whole(self, at: int | None = None) -> Reuse:
         """Return a view of the whole run, at `at` or where it was computed."""

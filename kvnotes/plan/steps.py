@@ -85,6 +85,14 @@ class Plan:
                     f"before it ends at {position}",
                     hint="steps must cover the target once, in order",
                 )
+            if isinstance(step, Reuse) and not 0 <= step.source_start <= step.source_stop <= len(
+                step.run
+            ):
+                raise PlanGapError(
+                    f"the step at token {position} takes tokens {step.source_start} to "
+                    f"{step.source_stop} of a run of {len(step.run)}",
+                    hint="a view lies inside its run",
+                )
             wanted = self.token_ids[position : position + step.num_tokens]
             if wanted != step.token_ids:
                 raise PlanGapError(
