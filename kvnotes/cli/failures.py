@@ -10,6 +10,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import typer
@@ -83,12 +84,10 @@ def report(message: str, hint: str, code: int) -> int:
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     if not console.is_terminal:
         console.no_color = True
-    try:
+    with suppress(OSError):  # stderr is closed or full: the exit code has to do
         console.print(Text.assemble(("error:", "bold red"), f" {_line(message)}"))
         if hint:
             console.print(Text.assemble(("hint:", "bold"), f" {_line(hint)}"))
-    except OSError:  # stderr is closed or full: the exit code has to do
-        pass
     return code
 
 
@@ -116,7 +115,5 @@ def _place(error: Exception) -> str:
 
 def _drop_stdout() -> None:
     """Keep the interpreter from complaining about a closed pipe when it exits."""
-    try:
+    with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (OSError, ValueError):
-        pass

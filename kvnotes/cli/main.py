@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Optional
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -21,20 +21,24 @@ if TYPE_CHECKING:
     from kvnotes.cli.check import Prepared
     from kvnotes.session import Model
 
+HELP_WIDTH = 90
+"""Widest help text; the copy in docs/cli.md has exactly this width."""
+
 app = typer.Typer(
     name="kvnotes",
     help="Edit and compose the KV cache of a language model instead of recomputing it.",
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": HELP_WIDTH},
 )
 
 
-def _version(wanted: bool) -> None:
+def _version(wanted: bool) -> bool:
     if wanted:
         typer.echo(f"kvnotes {kvnotes.__version__}")
         raise typer.Exit
+    return wanted
 
 
 @app.callback()
@@ -60,29 +64,32 @@ def run(
         ),
     ] = True,
     strategy: Annotated[
-        Optional[str],
+        str | None,
         typer.Option(metavar="NAME", help="Strategy of edits, instead of the scenario's."),
     ] = None,
     threads: Annotated[
-        Optional[int],
-        typer.Option(min=1, max=512, help="CPU threads; torch's choice by default."),
+        int | None,
+        typer.Option(metavar="N", min=1, max=512, help="CPU threads; torch's choice by default."),
     ] = None,
     repeat: Annotated[
-        int, typer.Option(min=1, max=1000, help="Run it so often; times are medians.")
+        int,
+        typer.Option(metavar="N", min=1, max=1000, help="Runs; times are medians over them."),
     ] = 1,
     check: Annotated[
         bool, typer.Option("--check", help="Only check the scenario; loads no model.")
     ] = False,
     model: Annotated[
-        Optional[str],
+        str | None,
         typer.Option(
             metavar="NAME",
             help="smollm2-135m, a hub id, a folder or a .gguf file, instead of the scenario's.",
         ),
     ] = None,
     dtype: Annotated[
-        Optional[str],
-        typer.Option(metavar="TYPE", help="float32, bfloat16 or float16, instead of its own."),
+        str | None,
+        typer.Option(
+            metavar="TYPE", help="float32, bfloat16 or float16, instead of the scenario's."
+        ),
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress on stderr.")] = False,
 ) -> None:
@@ -179,6 +186,21 @@ def main(args: Sequence[str] | None = None) -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     sys.exit(guarded(lambda: _call(list(sys.argv[1:] if args is None else args))))
+
+
+def help_text(command: Sequence[str], width: int) -> str:
+    """Return the help of a command, `[]` for kvnotes itself."""
+    import contextlib
+
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown):
+        app(
+            [*command, "--help"],
+            prog_name="kvnotes",
+            standalone_mode=False,
+            terminal_width=width,
+        )
+    return shown.getvalue()
 
 
 def _call(args: list[str]) -> int:

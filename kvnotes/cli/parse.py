@@ -44,7 +44,7 @@ def parse_scenario(source: Source) -> Scenario:
         return Scenario.model_validate(source.data)
     except ValidationError as error:
         faults = [_explained(source, dict(fault)) for fault in error.errors(include_url=False)]
-    line, message, hint = min(faults, key=lambda fault: fault[0])
+    _, message, hint = min(faults, key=lambda fault: fault[0])
     more = len({fault[1] for fault in faults}) - 1
     if more:
         hint = f"{hint} (and {more} more {'fault' if more == 1 else 'faults'} in this file)"

@@ -17,9 +17,10 @@ from pydantic import BaseModel
 
 import kvnotes
 from kvnotes.cli import scenario as form
-from kvnotes.cli.check import Prepared, added_message
+from kvnotes.cli.check import Prepared
 from kvnotes.cli.parse import located
 from kvnotes.cli.records import TurnRecord, turn_record, with_times
+from kvnotes.cli.rehearse import added_message
 from kvnotes.errors import KVNotesError
 
 if TYPE_CHECKING:
@@ -38,14 +39,12 @@ class Done:
         record: What `--json` says about it.
         title: Operation and text, in words.
         notices: What the reader must know beside the record.
-        evidence: Why its strategy was taken.
         spread_ms: Smallest and largest TTFT over the repetitions; None without any.
     """
 
     record: TurnRecord
     title: str
     notices: tuple[str, ...]
-    evidence: str
     spread_ms: tuple[float, float] | None = None
 
 
@@ -111,8 +110,7 @@ class Runner:
             except KVNotesError as error:
                 raise located(error, self._prepared.source, ("turns", index)) from error
             record = turn_record(index + 1, str(form.operation_of(spec)), turn)
-            evidence = f"{turn.evidence.kind}: {turn.evidence.detail}"
-            yield Done(record, title, turn.notices, evidence)
+            yield Done(record, title, (*turn.notices, *_verified(turn)))
 
     def _new_session(self) -> Session:
         from kvnotes.session import Session
@@ -195,6 +193,16 @@ def versions() -> dict[str, str]:
     return result
 
 
+def _verified(turn: Turn) -> Iterator[str]:
+    """Say how a verify went."""
+    if (done := turn.verification) is not None:
+        outcome = "agreed with" if done.agreed else "differs from"
+        yield (
+            f"verify {done.level}: {done.rungs[-1]} {outcome} the check, tried "
+            f"{', '.join(done.rungs)}; it computed {done.checked_share:.0%} of the prompt"
+        )
+
+
 def _sampling(spec: form.Sampling | None) -> SamplingParams | None:
     if spec is None:
         return None
@@ -221,4 +229,4 @@ def _over(runs: list[Done]) -> Done:
     )
     times = [run.record.ttft_ms for run in runs if run.record.ttft_ms is not None]
     spread = (min(times), max(times)) if times else None
-    return Done(record, last.title, last.notices, last.evidence, spread)
+    return Done(record, last.title, last.notices, spread)

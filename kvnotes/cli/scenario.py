@@ -24,7 +24,7 @@ from pydantic import (
 from pydantic_core import CoreSchema, PydanticCustomError
 
 from kvnotes.errors import PlanError, nearest
-from kvnotes.plan import check_strategy
+from kvnotes.plan import STRATEGIES, check_strategy
 
 RESERVED_ID = r"(?:m|t|turn)[0-9]+|erratum:.*"
 """Ids that kvnotes gives: m0 to start messages, turn3 to a turn's, t1 to replies."""
@@ -75,7 +75,7 @@ Id = Annotated[str, AfterValidator(_check_id), WithJsonSchema({"type": "string",
 StrategyName = Annotated[
     str,
     AfterValidator(_check_strategy),
-    WithJsonSchema({"type": "string", "examples": ["auto", "suffix", "refresh+erratum"]}),
+    WithJsonSchema({"enum": [name for name in STRATEGIES if name != "stale"]}),
 ]
 Choices = Annotated[list[Text], Field(min_length=2), AfterValidator(_check_choices)]
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -100,7 +100,7 @@ class _Strict(BaseModel):
 
 
 class Sampling(_Strict):
-    """How a reply is generated; greedy unless told."""
+    """How a reply is generated; greedy unless told. Nothing means the defaults."""
 
     max_new_tokens: int = Field(default=64, ge=1)
     temperature: float = Field(default=0.0, ge=0, allow_inf_nan=False)
@@ -109,12 +109,15 @@ class Sampling(_Strict):
     seed: int = Field(default=0, ge=0, lt=2**63)
     stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
 
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        """A key without a value is null in YAML."""
+        return {"anyOf": [handler.resolve_ref_schema(handler(core_schema)), {"type": "null"}]}
 
-Generate = Annotated[
-    Sampling,
-    BeforeValidator(_empty_means_defaults),
-    WithJsonSchema({"anyOf": [Sampling.model_json_schema(), {"type": "null"}]}),
-]
+
+Generate = Annotated[Sampling, BeforeValidator(_empty_means_defaults)]
 
 
 class SegmentSpec(_Strict):

@@ -26,7 +26,9 @@ MAX_NODES = 200_000
 
 _PLAIN_TAGS = {f"tag:yaml.org,2002:{kind}" for kind in ("str", "seq", "map")}
 
-Value = str | list["Value"] | dict[str, "Value"]
+Value = object
+"""A text, or a list or mapping of values."""
+
 Path_ = tuple[str | int, ...]
 
 
@@ -174,13 +176,13 @@ class _Reader:
         for key, value in node.value:
             if not isinstance(key, yaml.ScalarNode):
                 raise self._error(key, f"{_kind(key)} as a key", _SLOT_HINT)
-            if key.value in result:
-                first = self.lines[(*path, key.value)]
-                raise self._error(
-                    key, f"the key {key.value!r} twice, first on line {first}", "keep one of them"
-                )
-            self.lines[(*path, key.value)] = key.start_mark.line + 1
-            result[key.value] = self.value(value, (*path, key.value))
+            name = str(key.value)
+            place = (*path, name)
+            if name in result:
+                what = f"the key {name!r} twice, first on line {self.lines[place]}"
+                raise self._error(key, what, "keep one of them")
+            self.lines[place] = key.start_mark.line + 1
+            result[name] = self.value(value, place)
         return result
 
     def _error(self, node: yaml.Node, what: str, hint: str) -> ScenarioError:

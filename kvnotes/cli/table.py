@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
-from rich.padding import Padding
 from rich.text import Text
 
 from kvnotes.cli.records import Fidelity, TurnRecord
@@ -25,7 +24,7 @@ DEFAULT_WIDTH = 100
 """Width where output is no terminal and COLUMNS is not set."""
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
-_LEFT, _WIDE, _REFERENCE = "left", "wide", "reference"
+_LEFT, _WIDE, _REFERENCE, _ALONE = "left", "wide", "reference", "alone"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +41,13 @@ _COLUMNS = (
     _Column("reused", 7),
     _Column("moved", 7),
     _Column("computed", 9),
+    _Column("exact", 7, _ALONE),
     _Column("TTFT ms", 9),
     _Column("hit ms", 9, _WIDE),
     _Column("full ms", 9, _WIDE),
     _Column("speedup", 9, _REFERENCE),
 )
-_WIDTH = INDENT + sum(column.width for column in _COLUMNS)
+_WIDTH = INDENT + sum(column.width for column in _COLUMNS if column.kind != _ALONE)
 
 
 def stdout_console() -> Console:
@@ -57,6 +57,12 @@ def stdout_console() -> Console:
         console.width = DEFAULT_WIDTH
     console.width = min(console.width, MAX_WIDTH)
     return console
+
+
+_LEGEND = (
+    "waits: done together with the next turn that computes, and timed with it",
+    "hit: the same new tokens over an exact cache of all before; full: a cold prefill of all",
+)
 
 
 class Table:
@@ -70,7 +76,7 @@ class Table:
     def __init__(self, console: Console, *, compare: bool) -> None:
         self._console = console
         self._wide = console.width >= _WIDTH
-        kinds = {"", _LEFT} | ({_REFERENCE} if compare else set())
+        kinds = {"", _LEFT, _REFERENCE if compare else _ALONE}
         kinds |= {_WIDE} if compare and self._wide else set()
         self._columns = [column for column in _COLUMNS if column.kind in kinds]
         self._compare = compare
@@ -98,14 +104,8 @@ class Table:
         if compiled:
             names = ", ".join(f"{clean(s.name)} {s.num_tokens:,} tokens" for s in compiled)
             self._print(Text(f"compiled once: {names}, in {compile_ms / 1e3:.1f} s"))
-        if self._compare:
-            self._print(
-                Text(
-                    "hit: the same new tokens over an exact cache of all before them; "
-                    "full: a cold prefill of everything",
-                    "dim",
-                )
-            )
+        for line in _LEGEND[: None if self._compare else 1]:
+            self._print(Text(line, "dim"))
         self._print(Text(""))
         cells = {column.name: column.name for column in self._columns}
         self._print(Text(" " * INDENT + self._row(cells), "bold underline"))
@@ -126,7 +126,7 @@ class Table:
             low, high = done.spread_ms
             self._detail(f"TTFT from {ms(low)} to {ms(high)} ms")
         if record.fidelity is not None:
-            self._detail(_fidelity(record.fidelity.same_tokens, record.fidelity.clean))
+            self._detail(_fidelity(record))
         if record.decision is not None:
             self._decision(record)
         if record.text is not None:
@@ -145,16 +145,19 @@ class Table:
         total = sum(record.tokens.total for record in ran)
         ttft = sum(record.ttft_ms or 0.0 for record in ran)
         answers = f"{len(ran)} answer{'' if len(ran) == 1 else 's'}"
-        text = (
-            f"{answers}: computed {computed:,} tokens, full prefills compute {total:,} "
-            f"({total / max(1, computed):.1f}x)"
+        self._print(
+            Text(
+                f"{answers}: computed {computed:,} tokens, full prefills compute {total:,}: "
+                f"{total / max(1, computed):.1f}x",
+                "bold",
+            )
         )
         if self._compare:
             full = sum(record.full_ttft_ms or 0.0 for record in ran)
-            text += f"; TTFT {ms(ttft)} ms in all, full prefills {ms(full)} ms ({full / ttft:.1f}x)"
+            line = f"TTFT {ms(ttft)} ms in all, full prefills {ms(full)} ms: {full / ttft:.1f}x"
         else:
-            text += f"; TTFT {ms(ttft)} ms in all"
-        self._print(Text(text, "bold"))
+            line = f"TTFT {ms(ttft)} ms in all"
+        self._print(Text(line, "bold"))
 
     def _cells(self, record: TurnRecord) -> dict[str, str]:
         tokens = record.tokens
@@ -166,6 +169,7 @@ class Table:
             "moved": f"{tokens.moved:,}",
             "computed": f"{tokens.computed:,}",
             "TTFT ms": ms(record.ttft_ms) if record.ttft_ms is not None else "waits",
+            "exact": "yes" if record.exact else "no",
             "hit ms": ms(record.prefix_hit_ttft_ms),
             "full ms": ms(record.full_ttft_ms),
             "speedup": "-" if record.speedup is None else f"{record.speedup:.1f}x",
@@ -204,10 +208,14 @@ class Table:
 
     def _detail(self, line: str | Text, style: str = "") -> None:
         text = line if isinstance(line, Text) else Text(line, style)
-        self._console.print(Padding(text, (0, 0, 0, INDENT), expand=False))
+        self._print(text, INDENT)
 
-    def _print(self, line: Text) -> None:
-        self._console.print(line)
+    def _print(self, line: Text, indent: int = 0) -> None:
+        if not line:
+            self._console.print()
+        for part in line.wrap(self._console, self._console.width - indent):
+            part.rstrip()
+            self._console.print(Text(" " * indent).append_text(part))
 
 
 def clean(text: str, newline: str = "\n") -> str:
@@ -231,16 +239,22 @@ def short_plan(shape: str, width: int) -> str:
     return f"{steps[0]} {steps[1]} .. {steps[-1]}"
 
 
-def _fidelity(same: Fidelity, clean_: Fidelity) -> str:
-    def part(name: str, report: Fidelity) -> str:
-        return f"{name} {kl(report.kl_nats)}, top-1 {'equal' if report.top1_agree else 'differs'}"
+def _fidelity(record: TurnRecord) -> str:
+    assert record.fidelity is not None
+    same, live = record.fidelity.same_tokens, record.fidelity.clean
 
-    floor = "" if same.floor_kl_nats is None else f"; floor {kl(same.floor_kl_nats)}"
-    return f"KL in nats: {part('same tokens', same)}; {part('clean', clean_)}{floor}"
+    def part(name: str, report: Fidelity) -> str:
+        equal = "equal" if report.top1_agree else "differs"
+        return f"{kl(report.kl_nats)} to {name} (top-1 {equal})"
+
+    parts = [part("same tokens", same), part("clean", live)]
+    if same.floor_kl_nats is not None:
+        parts.append(f"floor {kl(same.floor_kl_nats)}")
+    return f"KL nats: {', '.join(parts)}; {'exact' if record.exact else 'approximate'}"
 
 
 def kl(value: float | None) -> str:
     """Return a divergence, plain where that is short."""
     if value is None:
         return "-"
-    return f"{value:.3f}" if value >= 0.001 or value == 0 else f"{value:.0e}"
+    return "0" if value == 0 else f"{value:.3f}" if value >= 0.001 else f"{value:.0e}"

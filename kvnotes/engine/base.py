@@ -10,7 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -91,6 +91,7 @@ class Execution:
         return self.logits
 
 
+@runtime_checkable
 class Generation(Protocol):
     """Tokens as they are generated; iterate it, then read `cache`."""
 
