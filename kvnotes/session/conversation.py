@@ -157,7 +157,7 @@ class Conversation:
         strategy = choice.strategy
         if choice.keep and not self._still_a_prefix(prompt):
             strategy = "suffix" if choice.asked == "auto" else choice.strategy
-        elif choice.keep:
+        elif choice.keep and self.live is not None:
             strategy = "refresh"  # nothing has changed: keep all, compute what is new
         plan = self.planner.plan(strategy, prompt, self.live, ideal)
         return replace(plan, strategy=choice.strategy)
