@@ -1,0 +1,185 @@
+"""Write docs/benchmarks.md from the results in bench/results: no number without its command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).resolve().parent / "results"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "benchmarks.md"
+
+HEAD = """# Benchmarks
+
+Written by `python bench/report.py` from `bench/results/*.json`; each section names the command
+that made its numbers. `make bench` runs them all. References, floors and timing follow one
+protocol: arms interleaved in one process, one thread, medians of five runs and more after a
+warm-up with minimum and maximum, blocks repeated while a probe says that the machine is busy.
+"""
+
+
+def main() -> None:
+    """Write the page."""
+    parts = [HEAD]
+    for name, write in (
+        ("speed", _speed),
+        ("erratum", _erratum),
+        ("fidelity", _fidelity),
+        ("recovery", _recovery),
+    ):
+        for path in sorted(RESULTS.glob(f"{name}*.json")):
+            parts.append(write(json.loads(path.read_text())))
+    notes = Path(__file__).resolve().parent / "notes.md"
+    if notes.exists():
+        parts.append(notes.read_text())
+    PAGE.write_text("\n".join(part.rstrip() + "\n" for part in parts))
+
+
+def _machine(result: dict[str, Any]) -> str:
+    m = result["machine"]
+    return (
+        f"`{m['command']}`  \n{m['date']}, {m['cpu']}, {m['cores']} cores, {m['threads']} "
+        f"thread(s), {m['dtype']}, torch {m['torch']}, transformers {m['transformers']}\n"
+    )
+
+
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    lines += ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def _ms(value: dict[str, float] | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value['median']:.0f} [{value['min']:.0f}-{value['max']:.0f}]"
+
+
+def _speed(result: dict[str, Any]) -> str:
+    m = result["machine"]
+    rows = [
+        [
+            str(r["segment_tokens"]),
+            str(r["new_tokens"]),
+            _ms(r["hit"]),
+            _ms(r["splice"]),
+            f"**{r['splice_over_hit']:.2f}**",
+            _ms(r["refresh"]),
+            _ms(r.get("full")),
+            f"**{r['full_over_splice']:.1f}x**" if "full_over_splice" in r else "-",
+            f"{r['full_gflops']} of {r['matmul_gflops']}" if "full_gflops" in r else "-",
+        ]
+        for r in result["rows"]
+    ]
+    moves = [
+        [str(r["segment_tokens"]), _ms(r["copy"]), _ms(r["move"]), f"**{r['move_over_copy']:.2f}**"]
+        for r in result["rows"]
+    ]
+    return (
+        f"## Time to first token, {m['dtype']}, {m['threads']} thread(s)\n\n{_machine(result)}\n"
+        "33 header tokens cached, one segment, new tokens at the end. `hit`: exact prefix hit "
+        "with the same new tokens. `splice`: header cached, compiled segment moved, one seam "
+        "token. `refresh`: eight tokens in the middle recomputed. `full`: cold prefill.\n\n"
+        + _table(
+            [
+                "segment",
+                "new",
+                "hit ms",
+                "splice ms",
+                "splice / hit",
+                "refresh ms",
+                "full ms",
+                "full / splice",
+                "prefill GFLOP/s of matmul",
+            ],
+            rows,
+        )
+        + "\nCopying a segment's bytes once, and copying and moving it, into memory in use "
+        "before:\n\n" + _table(["segment", "copy ms", "copy and move ms", "ratio"], moves)
+    )
+
+
+def _erratum(result: dict[str, Any]) -> str:
+    rows = [
+        [
+            str(r["segment_tokens"]),
+            str(r["new_tokens"]),
+            _ms(r["session"]),
+            _ms(r["hit"]),
+            f"**{r['session_over_hit']:.2f}**",
+        ]
+        for r in result["rows"]
+    ]
+    return (
+        f"## Time to first token after an erratum, {result['machine']['dtype']}\n\n"
+        f"{_machine(result)}\nA whole session turn (rendering, tokenizing, planning, computing) "
+        "with one edit before it, against the engine's exact prefix hit with the same new tokens "
+        "(erratum, question, generation prompt).\n\n"
+        + _table(["cached", "new", "session turn ms", "hit ms", "ratio"], rows)
+    )
+
+
+def _fidelity(result: dict[str, Any]) -> str:
+    rows = [
+        [
+            str(r["num_seam_tokens"]),
+            f"{r['kl_mean']:.6f}",
+            f"{r['kl_median']:.6f}",
+            f"{r['kl_max']:.5f}",
+            f"{r['top1_equal']} / {r['num_requests']}",
+            f"{r['cosine_min']:.5f}",
+        ]
+        for r in result["seams"]
+    ]
+    floor = result["floor_kl"]
+    gaps = [
+        [str(i + 1)] + [f"{g[k]:.1e}" for k in sorted(g)]
+        for i, g in enumerate(result["mechanical"])
+    ]
+    names = sorted(result["mechanical"][0]) if result["mechanical"] else []
+    return (
+        f"## Splice fidelity on the retail policy, {result['machine']['dtype']}\n\n"
+        f"{_machine(result)}\nThe policy spliced behind a 33-token header, against an exact "
+        f"prefix hit of the same tokens. Floor (exact hit against one-shot prefill, "
+        f"{floor['num']} requests): median {floor['median']:.1e}, maximum {floor['max']:.1e} "
+        "nats.\n\n"
+        + _table(
+            ["seam", "KL mean (nats)", "KL median", "KL max", "top-1 equal", "cosine min"],
+            rows,
+        )
+        + "\nMechanical gaps to `mask_reference`, relative to the logit scale (allowed: 1e-5 in "
+        "float32):\n\n" + _table(["request", *names], gaps)
+    )
+
+
+def _recovery(result: dict[str, Any]) -> str:
+    rows = [
+        [
+            f"`{name}`",
+            f"{r['recovery']:.2f}",
+            f"[{r['interval'][0]:.2f}, {r['interval'][1]:.2f}]",
+            f"{r['right']} / {result['num_items']}",
+            f"{r['mean_margin']:.2f}",
+        ]
+        for name, r in result["strategies"].items()
+    ]
+    text = (
+        f"## Decision recovery, suite {result['suite']} ({result['num_items']} items)\n\n"
+        f"{_machine(result)}\nMargins of the new over the old answer after an edit; recovery "
+        "0 acts like stale, 1 like a clean prefill; 95 % bootstrap interval over items. `notes`: "
+        "the field's K/V stay old, everything behind it is of the new value.\n\n"
+        + _table(["strategy", "recovery", "interval", "right", "mean margin (nats)"], rows)
+    )
+    if "verify" in result:
+        v = result["verify"]
+        text += (
+            '\n`verify="cheap"` against `"full"`, both erratum strategies: '
+            f"{v['num_checks']} checks, {v['wrong_by_full']} wrong by `full`, "
+            f"{v['missed_by_cheap']} of them missed by `cheap`, {v['false_alarms_of_cheap']} "
+            f"false alarms; at most {v['largest_share_computed']:.0%} of the prompt computed.\n"
+        )
+    return text
+
+
+if __name__ == "__main__":
+    main()
