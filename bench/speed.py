@@ -17,6 +17,7 @@ from common import arguments, header_ids, interleaved, load, policy_ids, save
 
 from kvnotes.engine.execute import place
 from kvnotes.plan import Compute, Match, Plan, Reuse, Splice, plan_compose, plan_keep
+from kvnotes.segment import Buffer
 
 
 def main() -> None:
@@ -51,6 +52,7 @@ def measure(model: Any, length: int, num_new: int, args: argparse.Namespace) -> 
     ideal = plan_compose(ids, [splice], num_seam_tokens=1)
     splice_plan = plan_keep(head.layout, [Match(0, 0, len(header))], ideal, strategy="compose")
     refresh_plan = _refresh_plan(exact, ids, before)
+    buffer = Buffer.allocate(engine.spec, len(header) + length, engine.model.dtype)
 
     def full() -> float:
         return engine.prefill(ids).elapsed_ms
@@ -65,10 +67,10 @@ def measure(model: Any, length: int, num_new: int, args: argparse.Namespace) -> 
         return engine.execute(refresh_plan, base=exact).elapsed_ms
 
     def copied() -> float:
-        return _copy_ms(engine, segment)
+        return _copy_ms(segment, buffer)
 
     def moved() -> float:
-        return _move_ms(engine, segment, len(header))
+        return _move_ms(engine, segment, buffer)
 
     arms = {"hit": hit, "splice": spliced, "refresh": refreshed, "copy": copied, "move": moved}
     result = interleaved(arms, args.runs)
@@ -94,17 +96,22 @@ def _refresh_plan(cache: Any, ids: tuple[int, ...], before: int) -> Plan:
     return plan_keep(cache.layout, matches, Plan.prefill(changed), strategy="refresh")
 
 
-def _copy_ms(engine: Any, segment: Any) -> float:
-    """Copy a segment's bytes once into fresh memory of the same layout."""
+def _copy_ms(segment: Any, buffer: Any) -> float:
+    """Copy a segment's bytes once, into the slots where the move puts them."""
     start = time.perf_counter()
-    [t.clone() for t in (*segment.keys, *segment.values)]
+    slots = slice(buffer.capacity - segment.num_tokens, buffer.capacity)
+    for keys, values, to_keys, to_values in zip(
+        segment.keys, segment.values, buffer.keys, buffer.values, strict=True
+    ):
+        to_keys[:, slots].copy_(keys)
+        to_values[:, slots].copy_(values)
     return (time.perf_counter() - start) * 1e3
 
 
-def _move_ms(engine: Any, segment: Any, target: int) -> float:
-    """Copy and move a segment into a fresh buffer."""
+def _move_ms(engine: Any, segment: Any, buffer: Any) -> float:
+    """Copy and move a segment into the same memory."""
     start = time.perf_counter()
-    buffer = engine._new_buffer(target + segment.num_tokens)
+    target = buffer.capacity - segment.num_tokens
     place(Reuse(segment.run, 0, segment.num_tokens, target), [segment], buffer, engine.rotary)
     return (time.perf_counter() - start) * 1e3
 
