@@ -41,12 +41,18 @@ def _run(body: Callable[[], int]) -> int:
     try:
         code = body()
         sys.stdout.flush()
+        if code == INTERRUPTED_CODE:  # typer makes this of Ctrl-C
+            raise KeyboardInterrupt
         return code
     except KVNotesError as error:
         return report(error.message, error.hint, error.exit_code)
     except (KeyboardInterrupt, typer.Abort):
         return report("interrupted", "", INTERRUPTED_CODE)
     except BrokenPipeError:
+        raise
+    except SystemExit as stop:  # typer makes this of a closed pipe
+        if isinstance(stop.__context__, BrokenPipeError):
+            raise stop.__context__ from None
         raise
     except typer.Exit as error:
         return error.exit_code

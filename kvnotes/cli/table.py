@@ -50,9 +50,16 @@ _COLUMNS = (
 _WIDTH = INDENT + sum(column.width for column in _COLUMNS if column.kind != _ALONE)
 
 
+class _Console(Console):
+    """Leaves a closed pipe to whoever maps errors."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
 def stdout_console() -> Console:
     """Return the console of the text output, with a width that reads well."""
-    console = Console(highlight=False)
+    console = _Console(highlight=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = DEFAULT_WIDTH
     console.width = min(console.width, MAX_WIDTH)
@@ -81,6 +88,7 @@ class Table:
         self._columns = [column for column in _COLUMNS if column.kind in kinds]
         self._compare = compare
         self._done: list[Done] = []
+        self._noted: set[str] = set()
 
     def start(
         self,
@@ -201,10 +209,12 @@ class Table:
         self._detail(line)
 
     def _notes(self, done: Done) -> list[str]:
-        notes = list(done.notices)
-        if done.record.fallback_reason:
-            notes.insert(0, done.record.fallback_reason)
-        return [*notes, *(f"the template rewrote {text}" for text in done.record.template_rewrote)]
+        """Return why another strategy was taken, and what was not said at an earlier turn."""
+        rewrote = (f"the template rewrote {text}" for text in done.record.template_rewrote)
+        new = [note for note in (*done.notices, *rewrote) if note not in self._noted]
+        self._noted.update(new)
+        reason = done.record.fallback_reason
+        return [reason, *new] if reason else new
 
     def _detail(self, line: str | Text, style: str = "") -> None:
         text = line if isinstance(line, Text) else Text(line, style)
@@ -213,6 +223,7 @@ class Table:
     def _print(self, line: Text, indent: int = 0) -> None:
         if not line:
             self._console.print()
+            return
         for part in line.wrap(self._console, self._console.width - indent):
             part.rstrip()
             self._console.print(Text(" " * indent).append_text(part))

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from kvnotes.cli.failures import guarded
+from kvnotes.cli.failures import BROKEN_PIPE_CODE, INTERRUPTED_CODE, guarded
 from kvnotes.cli.records import (
     DecisionRecord,
     Fidelity,
@@ -74,6 +74,14 @@ WAITING = ANSWER.model_copy(
 )
 
 
+TABLE_TO_STDOUT = """
+import sys
+from kvnotes.cli.failures import guarded
+from kvnotes.cli.table import stdout_console
+sys.exit(guarded(lambda: stdout_console().print('a') or 0))
+"""
+
+
 def shown(*done: Done, width: int = 100, compare: bool = True) -> str:
     file = io.StringIO()
     table = Table(Console(file=file, width=width, highlight=False), compare=compare)
@@ -114,6 +122,17 @@ def test_turn_that_waits_says_so_and_counts_nothing() -> None:
     assert "note: the template rewrote t1: trimmed" in text
     assert "1 answer: computed 45 tokens, full prefills compute 12,345: 274.3x" in text
     assert "TTFT 50.0 ms in all, full prefills 12,000 ms: 240.0x" in text
+
+
+def test_notice_that_stays_true_is_shown_once() -> None:
+    turns = [Done(WAITING, "delete a", ("escaped x",)), Done(WAITING, "delete b", ("escaped x",))]
+    text = shown(*turns)
+    assert text.count("note: escaped x") == 1
+    assert text.count("note: the reason") == 2
+
+
+def test_output_has_no_double_blank_lines() -> None:
+    assert "\n\n\n" not in shown(Done(ANSWER, "user: a", ()))
 
 
 def test_run_without_an_answer_has_no_totals() -> None:
@@ -282,11 +301,12 @@ def test_what_needs_no_model_imports_no_torch(args: list[str]) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_reader_that_goes_away_is_no_error() -> None:
+@pytest.mark.parametrize("command", ["main(['run', '--help'])", TABLE_TO_STDOUT])
+def test_reader_that_goes_away_is_no_error(command: str) -> None:
     read, write = os.pipe()
     os.close(read)
     done = subprocess.run(
-        [sys.executable, "-c", "from kvnotes.cli.main import main; main()", "run", "--help"],
+        [sys.executable, "-c", f"from kvnotes.cli.main import main; {command}"],
         stdout=write,
         stderr=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -294,4 +314,22 @@ def test_reader_that_goes_away_is_no_error() -> None:
     )
     os.close(write)
     assert done.stderr == b""
-    assert done.returncode in (1, 141)
+    assert done.returncode == BROKEN_PIPE_CODE
+
+
+def test_interrupted_command_says_so() -> None:
+    code = (
+        "import signal, threading, os, sys, kvnotes.cli.main as m\n"
+        "threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
+        "m.main(['run', '-'])\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    ) as running:
+        assert running.stderr is not None
+        said = running.stderr.read()
+    assert said == b"error: interrupted\n"
+    assert running.returncode == INTERRUPTED_CODE
