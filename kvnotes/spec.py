@@ -116,10 +116,10 @@ class ModelIdentity:
         """
         if other.fingerprint == self.fingerprint:
             return
-        mine, theirs = self._facts(), other._facts()
-        differing = [name for name in mine if mine[name] != theirs.get(name)]
+        mine, theirs = _flat(self._facts()), _flat(other._facts())
+        differing = [name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]
         shown = "; ".join(
-            f"{name}: {_short(theirs.get(name))}, here {_short(mine[name])}"
+            f"{name}: {_short(theirs.get(name, 'none'))}, here {_short(mine.get(name, 'none'))}"
             for name in differing[:3]
         )
         raise SpecMismatchError(
@@ -128,6 +128,19 @@ class ModelIdentity:
         )
 
 
-def _short(value: object) -> str:
-    text = str(value)
-    return text if len(text) <= 40 else text[:37] + "..."
+def _flat(facts: object, path: str = "") -> dict[str, str]:
+    """Return the leaves of nested facts by path, with the number of items of each list."""
+    if isinstance(facts, dict):
+        items = [(f"{path}.{name}".lstrip("."), value) for name, value in facts.items()]
+    elif isinstance(facts, (list, tuple)):
+        items = [(f"{path}[{i}]", value) for i, value in enumerate(facts)]
+    else:
+        return {path: str(facts)}
+    result = {path: str(len(items))} if isinstance(facts, (list, tuple)) else {}
+    for name, value in items:
+        result.update(_flat(value, name))
+    return result
+
+
+def _short(value: str) -> str:
+    return value if len(value) <= 40 else value[:37] + "..."
