@@ -117,10 +117,11 @@ class ModelIdentity:
         if other.fingerprint == self.fingerprint:
             return
         mine, theirs = _flat(self._facts()), _flat(other._facts())
-        differing = [name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]
+        differing = [name for name in mine if mine[name] != theirs.get(name)]
         shown = "; ".join(
-            f"{name}: {_short(theirs.get(name, 'none'))}, here {_short(mine.get(name, 'none'))}"
+            f"{name}: {_short(theirs[name])}, here {_short(mine[name])}"
             for name in differing[:3]
+            if name in theirs
         )
         raise SpecMismatchError(
             f"{what} was computed with another model ({shown})",
