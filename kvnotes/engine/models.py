@@ -20,17 +20,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+import psutil  # type: ignore[import-untyped]
 from filelock import FileLock
 
 from kvnotes.engine.convert import (
     CONVERTER_VERSION,
+    GGUFFile,
     Progress,
     convert,
-    num_converted_bytes,
+    read_gguf,
     write_json,
 )
-from kvnotes.engine.families import check_supported
-from kvnotes.engine.gguf import GGUFHeader, read_gguf_header
 from kvnotes.engine.quiet import quiet_transformers
 from kvnotes.engine.weights import cached_digest, read_tensor_entries
 from kvnotes.errors import (
@@ -108,6 +108,7 @@ def resolve_model(name: str, *, progress: Progress | None = None) -> ResolvedMod
         SegmentFormatError: The GGUF file is damaged.
         UnsupportedModelError: The GGUF file holds something that cannot be converted.
         StorageError: The cache folder cannot be written or its disk is full.
+        EngineError: The memory does not hold the GGUF file's weights.
 
     Example:
         >>> resolve_model("smollm2-135m").path.name[:21]
@@ -201,7 +202,7 @@ def terminal_progress() -> Iterator[Progress]:
     from rich.progress import Progress as Bar
 
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
-    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
+    with Bar(*columns, console=Console(file=sys.stderr), transient=True) as bar:
         task = bar.add_task("converting the model", total=None)
         yield lambda what, done, total: bar.update(
             task, description=what, completed=done, total=total
@@ -298,9 +299,7 @@ def _converted(gguf: Path, stem: str, progress: Progress | None) -> Path:
         # the kernel drops the lock of a process that dies, so none is ever left behind
         with FileLock(target.parent / f".{target.name}.lock"):
             if not _is_complete(target):
-                header = read_gguf_header(gguf)
-                check_supported(header)
-                _convert_into(header, target, progress)
+                _convert_into(read_gguf(gguf), target, progress)
     except OSError as error:
         if isinstance(error, KVNotesError):
             raise
@@ -311,30 +310,34 @@ def _converted(gguf: Path, stem: str, progress: Progress | None) -> Path:
     return target
 
 
-def _convert_into(header: GGUFHeader, target: Path, progress: Progress | None) -> None:
+def _convert_into(gguf: GGUFFile, target: Path, progress: Progress | None) -> None:
     """Convert beside the target, then rename: the target is whole or absent."""
     for stale in [*target.parent.glob(f".{target.name}.tmp-*"), target]:
         shutil.rmtree(stale, ignore_errors=True)
-    needed, free = (
-        num_converted_bytes(header) + _SPARE_NBYTES,
-        shutil.disk_usage(target.parent).free,
-    )
+    needed, free = gguf.num_bytes + _SPARE_NBYTES, shutil.disk_usage(target.parent).free
     if free < needed:
         raise StorageError(
             f"converting the model needs {needed >> 20} MiB in {target.parent}, "
             f"{free >> 20} MiB are free",
             hint=f"free some space, or set {HOME_VARIABLE} to a folder on another disk",
         )
+    available = psutil.virtual_memory().available
+    if available < needed:
+        raise EngineError(
+            f"converting the model needs {needed >> 20} MiB of memory, "
+            f"{available >> 20} MiB are available",
+            hint="close other programs, or use a smaller model",
+        )
     scratch = target.parent / f".{target.name}.tmp-{os.getpid()}"
     try:
         scratch.mkdir()
         if progress is None:
             with terminal_progress() as progress:
-                convert(header, scratch, progress)
+                convert(gguf, scratch, progress)
         else:
-            convert(header, scratch, progress)
+            convert(gguf, scratch, progress)
         sizes = {file.name: file.stat().st_size for file in sorted(scratch.iterdir())}
-        write_json(scratch / _MANIFEST, {"source": header.path.name, "files": sizes})
+        write_json(scratch / _MANIFEST, {"source": gguf.path.name, "files": sizes})
         scratch.rename(target)
         _flush_folder(target.parent)
     finally:

@@ -7,7 +7,7 @@ from pathlib import Path
 import gguf
 import pytest
 import torch
-from tiny_gguf import write_tiny_gguf
+from tiny_gguf import ARCHITECTURES, write_tiny_gguf
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvnotes.engine.models import LoadedModel, load_model_and_tokenizer, resolve_model
@@ -23,7 +23,7 @@ def embedded(smollm2_path: Path) -> LoadedModel:
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "F16", "F32"])
-@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_converted_model_equals_what_transformers_reads_from_the_gguf(
     arch: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
