@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from kvnotes.cli.scenario import FORMAT, OPERATIONS, Scenario, explain_turn
-from kvnotes.cli.source import Path_, Source
+from kvnotes.cli.source import KeyPath, Source
 from kvnotes.errors import KVNotesError, ScenarioError, nearest
 
 _DOCS = "see docs/scenario.md"
@@ -51,7 +51,7 @@ def parse_scenario(source: Source) -> Scenario:
     raise ScenarioError(message, hint=hint)
 
 
-def spoken(path: Path_) -> str:
+def spoken(path: KeyPath) -> str:
     """Return a path in words: ("turns", 2, "edit", "status") is "turn 3, edit.status"."""
     parts: list[str] = []
     if len(path) > 1 and path[0] in ("turns", "messages") and isinstance(path[1], int):
@@ -63,7 +63,7 @@ def spoken(path: Path_) -> str:
     return ", ".join([*parts, *([names.lstrip(".")] if names else [])])
 
 
-def located(error: KVNotesError, source: Source, path: Path_) -> KVNotesError:
+def located(error: KVNotesError, source: Source, path: KeyPath) -> KVNotesError:
     """Return the same error, its message beginning with file, line and place."""
     place = source.where(path, spoken(path))
     return type(error)(f"{place}: {error.message}", hint=error.hint)
@@ -82,7 +82,7 @@ def _explained(source: Source, fault: dict[str, Any]) -> tuple[int, str, str]:
     return line, f"{source.where(path, spoken(label))}: {message}", hint
 
 
-def _worded(fault: dict[str, Any], path: Path_) -> tuple[str, str]:
+def _worded(fault: dict[str, Any], path: KeyPath) -> tuple[str, str]:
     kind, context, value = fault["type"], fault.get("ctx", {}), fault.get("input")
     if kind == FORMAT:
         return context["message"], context["hint"]
@@ -107,7 +107,7 @@ def _worded(fault: dict[str, Any], path: Path_) -> tuple[str, str]:
     return str(fault["msg"]), _DOCS
 
 
-def _without_tags(path: Path_) -> Path_:
+def _without_tags(path: KeyPath) -> KeyPath:
     """Drop what pydantic adds: the operation's name after a turn, `[key]` after a key."""
     if len(path) > 2 and path[0] == "turns" and path[2] in OPERATIONS:
         path = (*path[:2], *path[3:])

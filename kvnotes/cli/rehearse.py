@@ -15,7 +15,7 @@ from pydantic import BaseModel
 
 from kvnotes.cli import scenario as form
 from kvnotes.cli.parse import located
-from kvnotes.cli.source import Path_, Source
+from kvnotes.cli.source import KeyPath, Source
 from kvnotes.errors import (
     FieldValueError,
     KVNotesError,
@@ -156,7 +156,7 @@ class Rehearsal:
             check_value(name, value)
         self._check_strategy(turn.strategy or self._scenario.strategy, turn.edit, ())
 
-    def _check_strategy(self, strategy: str, changed: Iterable[str], path: Path_) -> None:
+    def _check_strategy(self, strategy: str, changed: Iterable[str], path: KeyPath) -> None:
         if strategy == "refresh+erratum" and self._scenario.erratum_mode == "append":
             error: KVNotesError = PlanError(
                 "strategy 'refresh+erratum' rewrites what is cached, erratum_mode 'append' never "

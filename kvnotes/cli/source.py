@@ -29,7 +29,7 @@ _PLAIN_TAGS = {f"tag:yaml.org,2002:{kind}" for kind in ("str", "seq", "map")}
 Value = object
 """A text, or a list or mapping of values."""
 
-Path_ = tuple[str | int, ...]
+KeyPath = tuple[str | int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +46,9 @@ class Source:
     name: str
     folder: Path
     data: Mapping[str, Value]
-    lines: Mapping[Path_, int] = field(default_factory=dict)
+    lines: Mapping[KeyPath, int] = field(default_factory=dict)
 
-    def where(self, path: Path_, label: str = "") -> str:
+    def where(self, path: KeyPath, label: str = "") -> str:
         """Return `file:line: label`, the line of the longest known part of `path`."""
         line = next(
             (self.lines[path[:n]] for n in range(len(path), -1, -1) if path[:n] in self.lines), None
@@ -146,12 +146,12 @@ class _Reader:
     """Turns YAML nodes into data and notes their lines."""
 
     def __init__(self, name: str) -> None:
-        self.lines: dict[Path_, int] = {}
+        self.lines: dict[KeyPath, int] = {}
         self._name = name
         self._open: set[int] = set()
         self._num_nodes = 0
 
-    def value(self, node: yaml.Node, path: Path_) -> Value:
+    def value(self, node: yaml.Node, path: KeyPath) -> Value:
         self.lines.setdefault(path, node.start_mark.line + 1)
         self._num_nodes += 1
         if self._num_nodes > MAX_NODES:
@@ -171,7 +171,7 @@ class _Reader:
         finally:
             self._open.discard(id(node))
 
-    def _mapping(self, node: yaml.MappingNode, path: Path_) -> dict[str, Value]:
+    def _mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, Value]:
         result: dict[str, Value] = {}
         for key, value in node.value:
             if not isinstance(key, yaml.ScalarNode):
