@@ -207,6 +207,8 @@ class HFEngine(Engine):
     ) -> list[tuple[int, float]]:
         start = next((m.num_tokens for m in matches if m.source_start == m.target_start == 0), 0)
         new = list(token_ids[start:])
+        if not new:
+            return []
         layers = [
             _ProbeLayer(
                 cache.buffer.keys[i][:, :start], cache.buffer.values[i][:, :start], i == self._depth

@@ -99,7 +99,13 @@ def choose(
     name = asked[resolved.index(strategy)]
     if name != "auto":
         evidence = Evidence("user", f"strategy {strategy!r} was asked for")
-    return Choice(strategy, name, evidence, verify, keep=not changes)
+    others = sorted(set(resolved) - {strategy})
+    reason = (
+        f"{', '.join(map(repr, others))} waited together with {strategy!r}, which is more exact"
+        if others
+        else None
+    )
+    return Choice(strategy, name, evidence, verify, keep=not changes, fallback_reason=reason)
 
 
 def ladder(strategy: str, mode: ErratumMode) -> tuple[str, ...]:

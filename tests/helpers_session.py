@@ -1,0 +1,81 @@
+"""Sessions over a tiny random model and a small trained tokenizer: no download."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from helpers_prompt import family_tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from kvnotes import SamplingParams, Session
+from kvnotes.engine.base import Execution, Stopwatch
+from kvnotes.engine.hf import HFEngine
+from kvnotes.fidelity import compare, mask_reference
+from kvnotes.prompt import PromptTokenizer
+from kvnotes.session import Model
+
+POLICY = "Never sell below the price. " * 12
+FEW = SamplingParams(max_new_tokens=5)
+
+
+@cache
+def _engine(family: str) -> HFEngine:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(family_tokenizer(family)) + 5,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+    )
+    model = LlamaForCausalLM(config).eval()
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+    return HFEngine(model, "tiny")
+
+
+def tiny_model(family: str = "smollm2") -> Model:
+    """A model with an empty segment book."""
+    return Model(_engine(family), PromptTokenizer(family_tokenizer(family)), "tiny")
+
+
+def shop(model: Model | None = None, **options: Any) -> Session:
+    """A policy as a segment, then two fields."""
+    return Session(
+        model or tiny_model(),
+        messages=[
+            {"role": "system", "content": "You help.\n"},
+            {"role": "system", "segment": "policy"},
+            {"role": "system", "content": "status: {{status}}, tier: {{tier}}\n"},
+        ],
+        fields={"status": "low", "tier": "gold"},
+        segments={"policy": POLICY},
+        **options,
+    )
+
+
+def run(session: Session) -> Execution:
+    """Compute what waits and return the execution itself."""
+    talk = session._talk
+    execution, prompt, _ = talk.run((), None, Stopwatch())
+    talk.keep(execution, prompt)
+    return execution
+
+
+def gap_to_mask(session: Session) -> float:
+    """Gap of the next logits to the masked forward over the cache's lineage."""
+    execution = run(session)
+    engine = session.model.engine
+    reference = mask_reference(engine, execution.cache.layout)
+    return compare(execution.last_logits(), reference).max_logit_gap
+
+
+def statements(session: Session, field: str = "status") -> list[str]:
+    """Every value the prompt states for a field, in order."""
+    spans = session.render().field_spans(field)
+    return [span.value for span in spans]
