@@ -10,8 +10,8 @@ How items are chosen, in this order:
 2. Every wording (a question and a form of the answer) is scored on the choosing half. Each relation gets the
    wording with the largest share of pairs right for both values (ties: the larger median of the smaller
    margin). A relation below `MIN_SHARE` is dropped.
-3. With the wordings frozen, all candidates are scored; those right for both values are kept, in order, up to
-   `MAX_ITEMS` a relation. The first twelve capitals with both margins of at least `SUITE_MARGIN` nats form
+3. With the wordings frozen, all candidates are scored; those right for both values by `MIN_MARGIN` nats are
+   kept, in order, up to `MAX_ITEMS` a relation. The first twelve capitals with both margins of at least `SUITE_MARGIN` nats form
    the suite `capitals12`.
 
 The model is run by plain transformers: the whole prompt is rendered by the chat template and prefilled, and a
@@ -26,7 +26,6 @@ is imported, so the choice of items cannot depend on the library that is measure
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import statistics
 import sys
@@ -41,6 +40,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 DEFAULT_OUTPUT = Path(__file__).parents[1] / "kvnotes" / "bench" / "items" / "attribute_dev.yaml"
 MIN_SHARE = 0.6
+MIN_MARGIN = 0.25
 MAX_ITEMS = 16
 SUITE = "capitals12"
 SUITE_SIZE = 12
@@ -373,7 +373,11 @@ class CleanModel:
         text = self.tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=True
         )
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return self.token_ids(text)
+
+    def token_ids(self, text: str) -> list[int]:
+        """Tokens of text that needs no rendering."""
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     @torch.inference_mode()
     def scores(self, messages: Messages, choices: Sequence[str]) -> list[float]:
@@ -382,7 +386,7 @@ class CleanModel:
         One right-padded batch; under a causal mask the padding is seen by nothing that is read.
         """
         prompt = self.prompt_ids(messages)
-        rows = [self.tokenizer(choice, add_special_tokens=False)["input_ids"] for choice in choices]
+        rows = [self.token_ids(choice) for choice in choices]
         longest = max(map(len, rows))
         batch = torch.tensor([prompt + row + row[-1:] * (longest - len(row)) for row in rows])
         logits = self.model(input_ids=batch, logits_to_keep=longest + 1, use_cache=False).logits
@@ -407,7 +411,7 @@ class CleanModel:
         prompts = [
             self.prompt_ids([*messages, {"role": "user", "content": text}]) for text, _ in questions
         ]
-        shared = len(os.path.commonprefix(prompts))
+        shared = num_shared(prompts)
         assert all(len(prompt) > shared for prompt in prompts), (
             "questions differ in what follows the context"
         )
@@ -425,10 +429,7 @@ class CleanModel:
             last = len(token_ids) - 1
             reads.append([])
             for choice, text in enumerate(choices, start=1):
-                row, start = (
-                    self.tokenizer(text, add_special_tokens=False)["input_ids"],
-                    len(token_ids),
-                )
+                row, start = self.token_ids(text), len(token_ids)
                 token_ids += row
                 positions += range(len(prompt), len(prompt) + len(row))
                 question_of += [question] * len(row)
@@ -467,7 +468,7 @@ class CleanModel:
             repetition_penalty=1.0,
             pad_token_id=self.tokenizer.eos_token_id,
         )
-        return self.tokenizer.decode(output[0, prompt.shape[1] :], skip_special_tokens=True)
+        return str(self.tokenizer.decode(output[0, prompt.shape[1] :], skip_special_tokens=True))
 
     def margins(self, item: Mapping[str, Any]) -> Margins:
         """Lead of the right choice over the best other one, for both values of the item's field."""
@@ -496,6 +497,12 @@ class CleanModel:
         ]
 
 
+def num_shared(rows: Sequence[Sequence[int]]) -> int:
+    """Number of leading tokens that all rows have in common."""
+    columns = enumerate(zip(*rows, strict=False))
+    return next((index for index, column in columns if len(set(column)) > 1), min(map(len, rows)))
+
+
 def contexts(item: Mapping[str, Any]) -> Iterator[tuple[str, Messages]]:
     """The messages before the question, with the old value and with the new one."""
     for which, values in (("old", item["fields"]), ("new", {**item["fields"], **item["edit"]})):
@@ -510,7 +517,7 @@ def contexts(item: Mapping[str, Any]) -> Iterator[tuple[str, Messages]]:
 
 def lead(item: Mapping[str, Any], which: str, scores: Sequence[float]) -> float:
     """By how much the right choice leads the best other one."""
-    named = dict(zip(item["choices"], scores, strict=True))
+    named: dict[str, float] = dict(zip(item["choices"], scores, strict=True))
     right = named.pop(item["answers"][which])
     return right - max(named.values())
 
@@ -563,16 +570,18 @@ def select(model: CleanModel) -> tuple[list[dict[str, Any]], list[str]]:
         ]
         measured = [(candidate, item, model.margins(item)) for candidate, item in scored]
         right = [entry for entry in measured if entry[2].smaller > 0]
-        kept = right[:MAX_ITEMS]
+        clear = [entry for entry in right if entry[2].smaller >= MIN_MARGIN]
+        kept = clear[:MAX_ITEMS]
         if relation.name == "capital":
-            kept = mark_suite(right)
+            kept = mark_suite(clear)
         held_out = [
             margins.smaller > 0 for candidate, _, margins in measured if not candidate.is_choosing
         ]
         lines.append(
             f"{relation.name}: {len(right)} of {len(measured)} candidates right for both "
             f"(choosing half {verdict.choosing_share:.2f}, other half {sum(held_out) / len(held_out):.2f}), "
-            f"{len(kept)} kept, smallest margin {min(margins.smaller for _, _, margins in kept):.2f} nats"
+            f"{len(clear)} clearly; {len(kept)} kept, smallest margin "
+            f"{min(margins.smaller for _, _, margins in kept):.2f} nats"
         )
         items += [item for _, item, _ in kept]
     return items, lines
@@ -613,8 +622,10 @@ def write_items(path: Path, items: Sequence[Mapping[str, Any]], lines: Sequence[
     header = [
         "Attribute items for development. Frozen: written by bench/select_attribute_items.py, not by hand.",
         "Each is right under a clean prefill for BOTH values, on SmolLM2-135M-Instruct in float32. Wordings were",
-        "chosen on half of the candidates (even ones), by the share that is right for both values; then frozen.",
-        f"A relation whose best wording is below {MIN_SHARE} was dropped; at most {MAX_ITEMS} items a relation.",
+        "chosen on half of the candidate pairs (the even ones), by the share right for both values; then frozen.",
+        "Both halves use the same values in other pairs, so the other half is no test of unseen values.",
+        f"A relation whose best wording is below {MIN_SHARE} was dropped. Kept: the first {MAX_ITEMS} of a relation with",
+        f"both margins of at least {MIN_MARGIN} nats, so that rounding does not change which answer is right.",
         f"Suite {SUITE}: the first {SUITE_SIZE} capitals with both margins of at least {SUITE_MARGIN} nats.",
         "Command: python bench/select_attribute_items.py --model FOLDER",
         *lines,
@@ -692,11 +703,9 @@ def segment_text(segment: str | Mapping[str, Any], folder: Path) -> str:
     """The text of a segment, given in the scenario or in a file beside it."""
     if isinstance(segment, str):
         return (folder / segment).read_text(encoding="utf-8")
-    return (
-        segment["text"]
-        if "text" in segment
-        else (folder / segment["file"]).read_text(encoding="utf-8")
-    )
+    if "text" in segment:
+        return str(segment["text"])
+    return (folder / str(segment["file"])).read_text(encoding="utf-8")
 
 
 def report(line: str) -> None:
