@@ -173,7 +173,7 @@ def _recovery(result: dict[str, Any]) -> str:
     if "verify" in result:
         v = result["verify"]
         text += (
-            '\n`verify="cheap"` against `"full"`, both erratum strategies: '
+            '\n`verify="cheap"` against `"full"` (stale result, erratum, refresh+erratum): '
             f"{v['num_checks']} checks, {v['wrong_by_full']} wrong by `full`, "
             f"{v['missed_by_cheap']} of them missed by `cheap`, {v['false_alarms_of_cheap']} "
             f"false alarms; at most {v['largest_share_computed']:.0%} of the prompt computed.\n"
