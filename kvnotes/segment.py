@@ -25,7 +25,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvnotes.errors import UnknownSegmentError
-from kvnotes.plan.lineage import Layout, Run, canonical, is_exact, layout_token_ids
+from kvnotes.plan.lineage import Layout, Reuse, Run, canonical, clip, is_exact, layout_token_ids
 from kvnotes.spec import LayerSpec, ModelIdentity, ModelSpec
 
 SPARE_TOKENS = 512
@@ -249,12 +249,15 @@ class KVCache:
 
     def truncated(self, length: int) -> KVCache:
         """Return the cache of the first `length` tokens; shares all memory."""
-        views = tuple(
-            view if view.target_stop <= length else view.clip(0, length)
-            for view in self.layout
-            if view.target_start < length
-        )
-        return KVCache(views, self.sources, self.buffer, self.identity)
+        views: list[Reuse] = []
+        sources: list[KVSegment] = []
+        for view in clip(self.layout, 0, length):
+            segment = self.source(view.run)
+            if segment.buffer is self.buffer:
+                view, segment = narrowed(view, segment)
+            views.append(view)
+            sources.append(segment)
+        return KVCache(tuple(views), sources, self.buffer, self.identity)
 
     def appended(self, segment: KVSegment) -> KVCache:
         """Return this cache followed by a segment that stands behind it in its buffer."""
@@ -283,6 +286,19 @@ class KVCache:
         for layer in (*self.buffer.keys, *self.buffer.values):
             total += float(layer[:, : self.length].double().abs().sum())
         return total
+
+
+def narrowed(view: Reuse, segment: KVSegment) -> tuple[Reuse, KVSegment]:
+    """Cut a run and its segment to the tokens that a view takes.
+
+    For memory that may change: what a cache does not read may be overwritten, and a segment
+    that still claimed it would hand out the K/V of other tokens.
+    """
+    if view.num_tokens == segment.num_tokens or segment.buffer is None:
+        return view, segment
+    run = view.run.cut(view.source_start, view.source_stop)
+    slot = segment.slot + view.source_start
+    return run.whole(view.target_start), segment.buffer.segment(run, slot, segment.identity)
 
 
 def _empty(layer: LayerSpec, capacity: int, dtype: torch.dtype) -> Tensor:

@@ -28,12 +28,14 @@ class RopeSpec:
         rotary_dim: How many leading dimensions of a key are rotated.
         pairing: Which dimensions form a pair: (i, i + rotary_dim/2) or (2i, 2i + 1).
         table_digest: SHA-256 of the inverse frequencies in float32.
+        attention_factor: What cosines and sines are multiplied by (YaRN).
     """
 
     kind: str
     rotary_dim: int
     pairing: Pairing
     table_digest: str
+    attention_factor: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,8 @@ class ModelSpec:
         max_positions: Longest context, in tokens.
         dtype: Element type of weights and cache, for example `float32`.
         rope: The rotary embedding.
+        constants: Numbers and names of the configuration that change what is computed, as
+            text: the epsilon of norms, multipliers, the activation.
         num_parameters: Weights outside the embeddings; for cost estimates, no identity.
     """
 
@@ -69,6 +73,7 @@ class ModelSpec:
     max_positions: int
     dtype: str
     rope: RopeSpec
+    constants: tuple[tuple[str, str], ...] = ()
     num_parameters: int = 0
 
     @property

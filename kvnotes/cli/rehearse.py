@@ -165,7 +165,7 @@ class Rehearsal:
             )
             raise located(error, self._source, path) if path else error
         for name in changed if strategy == "swap" else ():
-            if not any(name in _preamble_fields(s) for s in self._segments.values()):
+            if not any(name in s.preamble_fields for s in self._segments.values()):
                 raise PlanError(
                     f"strategy 'swap' needs a segment with variants of {name!r}, there is none",
                     hint=f"give the segment that judges {name} a preamble and variants: "
@@ -249,10 +249,6 @@ def _segments_used(messages: Iterable[Message]) -> set[str]:
     whole = {message.segment for message in messages if message.segment}
     parts = (part for m in messages if m.is_trusted for part in parse(m.content, ""))
     return whole | {p.name for p in parts if isinstance(p, Slot) and p.kind == "segment"}
-
-
-def _preamble_fields(segment: SegmentText) -> set[str]:
-    return {part.name for part in segment.preamble_parts() if isinstance(part, Slot)}
 
 
 def _slot_hint(name: str, unfilled: set[str]) -> str:

@@ -46,19 +46,20 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        stop: object = self.stop
         limits = {
             "max_new_tokens": self.max_new_tokens >= 1,
             "temperature": self.temperature >= 0,
             "top_p": 0 < self.top_p <= 1,
             "top_k": self.top_k >= 0,
-            "stop": all(self.stop),
+            "stop": not isinstance(stop, str) and all(self.stop),
         }
         for name, fine in limits.items():
             if not fine:
                 raise EngineError(
                     f"sampling parameter {name}={getattr(self, name)!r} is out of range",
                     hint="max_new_tokens >= 1, temperature >= 0, 0 < top_p <= 1, top_k >= 0, "
-                    "stop strings not empty",
+                    "stop a tuple of strings that are not empty",
                 )
 
 

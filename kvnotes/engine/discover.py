@@ -30,6 +30,21 @@ only tell layouts apart: a wrong pairing or a position-dependent model is off by
 PROBE_TOLERANCE_HALF = 6e-2
 """The same for bf16 and fp16, whose own rounding of deeper layers reaches 2e-2."""
 
+CONSTANTS = (
+    "attention_multiplier",
+    "embedding_multiplier",
+    "hidden_act",
+    "hidden_activation",
+    "layer_norm_eps",
+    "logit_scale",
+    "logits_scaling",
+    "norm_eps",
+    "partial_rotary_factor",
+    "residual_multiplier",
+    "rms_norm_eps",
+)
+"""Part of a model's identity beside shapes and weights."""
+
 NUM_PROBE_TOKENS = 6
 PROBE_DISTANCE = 19
 
@@ -96,6 +111,7 @@ def discover(model: Any, forward: Any) -> tuple[ModelSpec, Rotary]:
             cos, sin = module(torch.zeros(1, dtype=torch.float32), positions[None])
         return _pairs(cos[0], rotary_dim).clone(), _pairs(sin[0], rotary_dim).clone()
 
+    factor = float(getattr(module, "attention_scaling", 1.0))
     digest = hashlib.sha256(inv_freq.numpy().tobytes()).hexdigest()
     try:
         layers = forward(probe_ids(config), torch.arange(NUM_PROBE_TOKENS))
@@ -107,7 +123,7 @@ def discover(model: Any, forward: Any) -> tuple[ModelSpec, Rotary]:
     pairings: tuple[Pairing, ...] = ("half", "interleaved")
     errors: dict[str, float] = {}
     for pairing in pairings:
-        rotary = Rotary(RopeSpec(kind, rotary_dim, pairing, digest), table)
+        rotary = Rotary(RopeSpec(kind, rotary_dim, pairing, digest, factor), table)
         errors[pairing] = _probe_error(layers, far, rotary)
     best = min(pairings, key=lambda p: errors[p])
     limit = PROBE_TOLERANCE if model.dtype == torch.float32 else PROBE_TOLERANCE_HALF
@@ -125,7 +141,8 @@ def discover(model: Any, forward: Any) -> tuple[ModelSpec, Rotary]:
         vocab_size=config.vocab_size,
         max_positions=config.max_position_embeddings,
         dtype=str(model.dtype).removeprefix("torch."),
-        rope=RopeSpec(kind, rotary_dim, best, digest),
+        rope=RopeSpec(kind, rotary_dim, best, digest, factor),
+        constants=_constants(config),
         num_parameters=_num_layer_parameters(model),
     )
     return spec, Rotary(spec.rope, table)
@@ -187,6 +204,12 @@ def _pairs(table: Tensor, rotary_dim: int) -> Tensor:
     if torch.equal(table[..., 0::2], table[..., 1::2]):
         return table[..., 0::2].float()
     return table[..., : rotary_dim // 2].float()
+
+
+def _constants(config: Any) -> tuple[tuple[str, str], ...]:
+    """Return the configuration's constants that change K/V or logits, by name."""
+    found = {name: getattr(config, name, None) for name in CONSTANTS}
+    return tuple((name, str(value)) for name, value in sorted(found.items()) if value is not None)
 
 
 def _num_layer_parameters(model: Any) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -14,6 +14,7 @@ from kvnotes.plan import Run
 from kvnotes.segment import Buffer, KVCache
 
 
+@runtime_checkable
 class Stepper(Protocol):
     """What a stream needs of its engine."""
 

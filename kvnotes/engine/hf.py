@@ -24,7 +24,7 @@ from kvnotes.engine.discover import check_supported, discover
 from kvnotes.engine.execute import place, settle, target_buffer
 from kvnotes.engine.generate import TokenStream
 from kvnotes.errors import EngineError
-from kvnotes.plan import Compute, Match, Plan, Run, check_compiled
+from kvnotes.plan import Compute, Match, Plan, Run
 from kvnotes.segment import Buffer, BufferPool, KVCache, KVSegment
 from kvnotes.spec import ModelIdentity
 
@@ -120,7 +120,6 @@ class HFEngine(Engine):
         buffer = self._new_buffer(len(whole))
         self._compute(list(range(len(whole))), whole, buffer)
         run = Run(whole).cut(len(preamble), len(whole))
-        check_compiled("segment", run, preamble)
         part = buffer.segment(run, len(preamble), self.identity)
         if not preamble:
             return KVSegment(run, self.identity, part.keys, part.values)

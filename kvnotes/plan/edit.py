@@ -154,7 +154,7 @@ def _join(matches: Iterable[Match]) -> tuple[Match, ...]:
     return tuple(result)
 
 
-def plan_suffix(live: Layout, ideal: Plan, *, strategy: str = "suffix") -> Plan:
+def plan_suffix(live: Layout, ideal: Plan) -> Plan:
     """Keep the longest live prefix that the ideal plan would have made, rebuild the rest.
 
     Exact whenever `ideal` is; with spliced segments it equals composing from nothing.
@@ -162,7 +162,7 @@ def plan_suffix(live: Layout, ideal: Plan, *, strategy: str = "suffix") -> Plan:
     kept = common_prefix(canonical(live), ideal.canonical_layout)
     kept = min(kept, len(ideal.token_ids) - 1)
     steps = (*clip(live, 0, kept), *_slice_steps(ideal.steps, kept, len(ideal.token_ids)))
-    return Plan(ideal.token_ids, _joined(steps), strategy, ideal.notes, live)
+    return Plan(ideal.token_ids, _joined(steps), "suffix", ideal.notes, live)
 
 
 def plan_keep(
@@ -172,7 +172,6 @@ def plan_keep(
     *,
     strategy: str,
     recompute: Iterable[int] = (),
-    notes: tuple[str, ...] = (),
 ) -> Plan:
     """Keep every matched live token; build the rest as the ideal plan would.
 
@@ -186,20 +185,19 @@ def plan_keep(
         ideal: The plan that builds the wanted prompt from nothing.
         strategy: Name for the plan.
         recompute: Wanted positions that are computed although they match (chosen notes).
-        notes: Added to the notes of `ideal`.
     """
     forced = set(recompute)
     steps: list[Step] = []
     position = 0
     for match in matches:
-        steps.extend(_slice_steps(ideal.steps, position, match.target_start))
+        steps.extend(_between(ideal, position, match.target_start))
         steps.extend(_keep(live, match, forced, ideal.token_ids))
         position = match.target_start + match.num_tokens
-    steps.extend(_slice_steps(ideal.steps, position, len(ideal.token_ids)))
+    steps.extend(_between(ideal, position, len(ideal.token_ids)))
     if steps and not isinstance(steps[-1], Compute):
         last = len(ideal.token_ids) - 1
         steps = [*_slice_steps(steps, 0, last), Compute(last, ideal.token_ids[last:])]
-    return Plan(ideal.token_ids, _joined(steps), strategy, (*ideal.notes, *notes), live)
+    return Plan(ideal.token_ids, _joined(steps), strategy, ideal.notes, live)
 
 
 def _keep(live: Layout, match: Match, forced: set[int], ids: tuple[int, ...]) -> Iterable[Step]:
@@ -219,6 +217,22 @@ def _keep(live: Layout, match: Match, forced: set[int], ids: tuple[int, ...]) ->
             else:
                 yield moved.clip(position, end)
             position = end
+
+
+def _between(ideal: Plan, start: int, stop: int) -> Iterable[Step]:
+    """Build what lies between kept tokens: whole splices, computation for everything else.
+
+    A splice of which kept tokens hold a part is not cut to size: its rest would stand behind
+    tokens it has never seen.
+    """
+    for step in ideal.steps:
+        low, high = max(start, step.target_start), min(stop, step.target_stop)
+        if low >= high:
+            continue
+        if isinstance(step, Compute) or (low, high) != (step.target_start, step.target_stop):
+            yield Compute(low, ideal.token_ids[low:high])
+        else:
+            yield step
 
 
 def _slice_steps(steps: Sequence[Step], start: int, stop: int) -> Iterable[Step]:

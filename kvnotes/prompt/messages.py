@@ -195,14 +195,18 @@ class SegmentText:
                     "text and fields only",
                     hint="put both segments into the message one after the other",
                 )
-        known = {part.name for part in self.preamble_parts() if isinstance(part, slots.Slot)}
         for name, _ in self.variants:
-            if name not in known:
+            if name not in self.preamble_fields:
                 raise TemplateError(
                     f"segment {self.name!r} has variants of the field {name!r}, its preamble "
-                    f"has the fields {sorted(known)}",
+                    f"has the fields {sorted(self.preamble_fields)}",
                     hint="a variant is compiled behind a preamble that shows its field",
                 )
+
+    @property
+    def preamble_fields(self) -> frozenset[str]:
+        """Fields that stand in the preamble: each value of them is a variant."""
+        return frozenset(p.name for p in self.preamble_parts() if isinstance(p, slots.Slot))
 
     def text_parts(self) -> tuple[str | slots.Slot, ...]:
         """Literals and slots of the text."""

@@ -161,7 +161,7 @@ def resolve(template: PromptTemplate, filler: Filler, tokenizer: PromptTokenizer
     text = None
     if template.text is not None:
         where = "the text template"
-        filled, marks = filler.fill(parse(template.text, where), where, {})
+        filled, marks = filler.fill(parse(template.text, where), where, dict(template.pinned))
         _refuse_private(filled, where)
         text = Resolved("", "", filled, marks, trusted=True)
     escaped: list[tuple[str, str]] = []

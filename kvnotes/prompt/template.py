@@ -29,11 +29,13 @@ class PromptTemplate:
         messages: The chat, or what was appended to `text`.
         text: A trusted text template; None for a chat.
         segments: Named segments the messages or the text may use.
+        pinned: (field, value) pairs that `text` shows whatever the current values are.
     """
 
     messages: tuple[Message, ...]
     text: str | None = None
     segments: tuple[SegmentText, ...] = ()
+    pinned: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "messages", _with_ids(self.messages))
@@ -141,7 +143,7 @@ class PromptTemplate:
     def without_errata(self) -> PromptTemplate:
         """Return the clean reference: no errata and no pinned values."""
         kept = (replace(m, pinned=()) for m in self.messages if m.erratum_of is None)
-        return replace(self, messages=tuple(kept))
+        return replace(self, messages=tuple(kept), pinned=())
 
     def render(
         self,

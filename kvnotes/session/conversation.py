@@ -6,18 +6,20 @@ part of a result stays as the live cache.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 from kvnotes.engine.base import Execution, Stopwatch
-from kvnotes.plan import Plan
+from kvnotes.errors import EngineError
+from kvnotes.plan import Match, Plan, num_equal, plan_keep
 from kvnotes.prompt import ErratumStyle, Message, TokenizedPrompt
 from kvnotes.segment import KVCache, KVSegment
 from kvnotes.session.compare import clean_state
 from kvnotes.session.edits import MAX_APPENDED_ERRATA, ErratumMode, PromptState, num_errata
 from kvnotes.session.loaded import Model
 from kvnotes.session.operations import Edit, Operation, effective, fold
-from kvnotes.session.planner import Live, Planner, blocks_of
+from kvnotes.session.planner import Live, Planner, blocks_of, judging
 from kvnotes.session.report import Evidence, Turn, Verification
 from kvnotes.session.setup import variant_values
 from kvnotes.session.strategy import Choice, Scorecard, choose, ladder
@@ -59,12 +61,14 @@ class Conversation:
         self.waiting: tuple[Operation, ...] = ()
         self.live: Live | None = None
         self.previous: dict[str, str] = {}
+        self.busy = False
         self._segments: tuple[KVSegment, ...] = ()
 
     def fork(self) -> Conversation:
         """Return a conversation that shares everything and goes its own way from here."""
         other = object.__new__(Conversation)
         other.__dict__.update(self.__dict__)
+        other.busy = False
         if self.live is not None:
             other.live = Live(self.live.cache.fork(), self.live.blocks)
         return other
@@ -105,6 +109,7 @@ class Conversation:
         choice = self.choose(waiting)
         checker = Checker(self, choice.verify, choices) if choice.verify else None
         rungs = ladder(choice.strategy, self.mode) if checker else (choice.strategy,)
+        reserve = max([reserve, *(len(choice_ids) for choice_ids in choices or ())])
         tried: list[str] = []
         verification: Verification | None = None
         most = 0
@@ -117,7 +122,6 @@ class Conversation:
             plan = self.plan(replace(choice, strategy=rung), prompt)
             last = rung == rungs[-1]
             execution = self._execute(plan, consume=checker is None or last)
-            ttft_ms = watch.elapsed_ms
             tried.append(rung)
             if checker is None:
                 break
@@ -127,6 +131,10 @@ class Conversation:
                 share = most / max(1, prompt.num_tokens)
                 verification = Verification(checker.level, True, tuple(tried), most, share)
                 break
+        ttft_ms = watch.elapsed_ms  # a checked result is given away only after its check
+        if len(tried) > 1:
+            refused = ", ".join(tried[:-1])
+            choice = replace(choice, fallback_reason=f"verify {choice.verify!r} refused {refused}")
         turn = self.turn("turn", plan, replace(choice, strategy=tried[-1]), prompt)
         turn = replace(turn, ttft_ms=ttft_ms, verification=verification)
         changed = {n: v for n, v in self.base.values.items() if state.values[n] != v}
@@ -152,21 +160,26 @@ class Conversation:
 
     def plan(self, choice: Choice, prompt: TokenizedPrompt) -> Plan:
         """Return the plan of a choice for a prompt."""
-        ideal = self.planner.ideal(prompt, cautious=choice.asked == "auto")
+        cautious = choice.asked == "auto" or choice.strategy in ("suffix", "reprefill")
+        ideal = self.planner.ideal(prompt, cautious=cautious)
         self._segments = ideal.segments
-        strategy = choice.strategy
-        if choice.keep and not self._still_a_prefix(prompt):
-            strategy = "suffix" if choice.asked == "auto" else choice.strategy
-        elif choice.keep and self.live is not None:
-            strategy = "refresh"  # nothing has changed: keep all, compute what is new
-        plan = self.planner.plan(strategy, prompt, self.live, ideal)
-        return replace(plan, strategy=choice.strategy)
+        if choice.keep and self.live is not None:
+            return self._continued(self.live, prompt, ideal.plan, choice.strategy)
+        return self.planner.plan(choice.strategy, prompt, self.live, ideal, choice.changed)
 
-    def _still_a_prefix(self, prompt: TokenizedPrompt) -> bool:
-        if self.live is None:
-            return True
-        ids = self.live.cache.token_ids
-        return prompt.token_ids[: len(ids)] == ids
+    def _continued(self, live: Live, prompt: TokenizedPrompt, ideal: Plan, strategy: str) -> Plan:
+        """Nothing was changed: keep what is cached, compute what is new.
+
+        If the template has rewritten earlier turns, everything behind that place is new.
+        """
+        ids = live.cache.token_ids
+        kept = num_equal(ids, prompt.token_ids)
+        matches = [Match(0, 0, kept)] if kept else []
+        plan = plan_keep(live.cache.layout, matches, ideal, strategy=strategy)
+        if kept == len(ids):
+            return plan
+        note = f"earlier_text_rewritten:from_token_{kept}:computed"
+        return replace(plan, notes=(*plan.notes, note))
 
     def choose(self, operations: Sequence[Operation]) -> Choice:
         """Return the strategy for the changes that wait, with its evidence."""
@@ -178,6 +191,13 @@ class Conversation:
             scorecard=self.scorecard,
             engine=self.model.engine,
         )
+        edited = any(isinstance(operation, Edit) for operation in waiting)
+        if edited and not self._is_cached and choice.strategy not in ("suffix", "reprefill"):
+            return replace(
+                choice,
+                strategy="suffix",
+                fallback_reason="nothing is cached yet: the prompt shows the new values",
+            )
         full = [
             name
             for operation in waiting
@@ -199,24 +219,43 @@ class Conversation:
         return choice
 
     def _check_variants(self, choice: Choice, waiting: Sequence[Operation]) -> Choice:
-        """Fall back to `suffix` while the variant of the new value is not compiled."""
+        """Fall back to `suffix` where the variant of the new value is not there to splice."""
         state = fold(self.base, waiting, "swap", style=self.style, mode=self.mode)
         prompt = self.render(state, False)
-        missing = [
-            span
-            for span in prompt.segments
-            if span.variant_values and not self.model.book.find(span)
-        ]
-        if not missing:
-            return choice
-        shown = ", ".join(f"{name}={value}" for name, value in missing[0].variant_values)
-        return replace(
-            choice,
-            strategy="suffix",
-            compile_after=True,
-            fallback_reason=f"segment {missing[0].name!r} has no variant {shown} yet; it is "
-            "compiled now",
-        )
+        spliced = {id(s) for s in self.planner.ideal(prompt, cautious=False).segments}
+        for span in judging(prompt, choice.changed):
+            shown = ", ".join(f"{name}={value}" for name, value in span.variant_values)
+            found = self.model.book.find(span)
+            if found is None:
+                reason = f"segment {span.name!r} has no variant {shown} yet; it is compiled now"
+                return replace(
+                    choice, strategy="suffix", compile_after=True, fallback_reason=reason
+                )
+            if id(found) not in spliced:
+                reason = f"segment {span.name!r} is computed, not spliced: no variant to swap"
+                return replace(choice, strategy="suffix", fallback_reason=reason)
+        return choice
+
+    @property
+    def _is_cached(self) -> bool:
+        return self.live is not None and self.live.cache.length > 0
+
+    @contextmanager
+    def undone_on_error(self) -> Iterator[None]:
+        """Take a turn back if it does not come to its end: no message is kept twice."""
+        before = (self.base, self.waiting, self.previous)
+        if self.busy:
+            raise EngineError(
+                "a stream of this session is still open", hint="finish or close it first, or fork"
+            )
+        self.busy = True
+        try:
+            yield
+        except BaseException:
+            self.base, self.waiting, self.previous = before
+            raise
+        finally:
+            self.busy = False
 
     def folded(self, strategy: str | None) -> PromptState:
         """Return the state with all waiting changes."""
@@ -225,9 +264,11 @@ class Conversation:
         return fold(self.base, self.waiting, strategy, style=self.style, mode=self.mode)
 
     def render(self, state: PromptState, add_generation_prompt: bool) -> TokenizedPrompt:
-        """Render a state."""
+        """Render a state; fields whose last message is gone keep their value unseen."""
+        names = state.template.field_names
+        values = {name: state.values[name] for name in names if name in state.values}
         return state.template.render(
-            state.values, self.tokenizer, add_generation_prompt=add_generation_prompt
+            values, self.tokenizer, add_generation_prompt=add_generation_prompt
         )
 
     def turn(self, op: str, plan: Plan, choice: Choice, prompt: TokenizedPrompt) -> Turn:

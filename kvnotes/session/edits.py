@@ -12,12 +12,14 @@ K/V is kept is decided from the result, by `plan`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Literal
 
 from kvnotes.errors import PlanError
 from kvnotes.prompt import ErratumStyle, Message, PromptTemplate
+from kvnotes.prompt.slots import Slot, parse
 
 ErratumMode = Literal["rewrite", "append"]
 
@@ -87,9 +89,9 @@ def _with_erratum(
     template: PromptTemplate, name: str, style: ErratumStyle, mode: ErratumMode
 ) -> PromptTemplate:
     count = num_errata(template, name)
-    last = template.messages[-1] if template.messages else None
-    if mode == "rewrite" and last is not None and last.erratum_of == name:
-        return template  # nothing follows it: its slot shows the new value
+    trailing = takewhile(lambda message: message.erratum_of, reversed(template.messages))
+    if mode == "rewrite" and any(message.erratum_of == name for message in trailing):
+        return template  # no turn follows it: its slot shows the new value
     revision = count + 1 if mode == "append" else None
     taken = {message.id for message in template.messages}
     number = count
@@ -101,11 +103,13 @@ def _with_erratum(
 def _pinned(
     template: PromptTemplate, state: PromptState, name: str, *, errata: bool
 ) -> PromptTemplate:
-    """Pin a field in all messages to what they show; errata only if asked."""
+    """Pin a field everywhere to what is shown; in errata only if asked."""
+    if template.text is not None:
+        pinned = {name: state.values[name], **dict(template.pinned)}
+        template = replace(template, pinned=tuple(sorted(pinned.items())))
     for message in template.messages:
-        if message.erratum_of == name and not errata:
-            continue
-        template = _pin(template, message, name, state.shown(message, name))
+        if message.erratum_of != name or errata:
+            template = _pin(template, message, name, state.shown(message, name))
     return template
 
 
@@ -113,31 +117,40 @@ def _pinned_before_variant(
     template: PromptTemplate, state: PromptState, name: str
 ) -> PromptTemplate:
     """Pin a field in the messages before the last segment that has variants of it."""
-    segments = {s.name for s in template.segments if name in dict(s.variants) or name in s.preamble}
-    inline = ["{{segment:" + segment for segment in segments]
-    places = [
-        index
-        for index, message in enumerate(template.messages)
-        if message.segment in segments or any(mark in message.content for mark in inline)
-    ]
-    if not places:
+    judging = {s.name for s in template.segments if name in s.preamble_fields}
+    uses = [bool(judging & set(_segments_in(message))) for message in template.messages]
+    if not any(uses):
         raise PlanError(
-            f"strategy 'swap' needs a segment with variants of {name!r}, the prompt has none",
+            f"strategy 'swap' needs a message with a segment that has variants of {name!r}, the "
+            "prompt has none",
             hint=f"declare a preamble and variants: {{{name}: [...]}} on the segment",
         )
-    for message in template.messages[: places[-1]]:
-        template = _pin(template, message, name, state.shown(message, name))
+    last = len(uses) - 1 - uses[::-1].index(True)
+    for message, judges in zip(template.messages[:last], uses[:last], strict=True):
+        if not judges:
+            template = _pin(template, message, name, state.shown(message, name))
     return template
 
 
+def _segments_in(message: Message) -> Iterable[str]:
+    """Return the names of the segments a message uses."""
+    if message.segment is not None:
+        return [message.segment]
+    if not message.is_trusted:
+        return []
+    parts = parse(message.content, f"message {message.id!r}")
+    return [part.name for part in parts if isinstance(part, Slot) and part.kind == "segment"]
+
+
 def _pin(template: PromptTemplate, message: Message, name: str, value: str) -> PromptTemplate:
-    if "{{" not in message.content and message.segment is None:
+    if not message.is_trusted:
         return template
     pinned = {name: value, **dict(message.pinned)}
     return template.replace(message.id, replace(message, pinned=tuple(sorted(pinned.items()))))
 
 
 def _unpinned(template: PromptTemplate, name: str) -> PromptTemplate:
+    template = replace(template, pinned=tuple(p for p in template.pinned if p[0] != name))
     for message in template.messages:
         if name in dict(message.pinned):
             pinned = tuple(item for item in message.pinned if item[0] != name)

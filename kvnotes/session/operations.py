@@ -112,7 +112,7 @@ def _changed(state: PromptState, operation: Operation) -> PromptTemplate:
 
 
 def _with_content(message: Message, content: str) -> Message:
-    return replace(message, content=content, generated_ids=None, pinned=())
+    return replace(message, content=content, segment=None, generated_ids=None, pinned=())
 
 
 def _merged(operations: Sequence[Operation]) -> list[Operation]:

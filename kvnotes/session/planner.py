@@ -107,7 +107,10 @@ class Planner:
         notes: list[str] = []
         for span in prompt.segments:
             found = self._splice_for(span, prompt)
-            if found is None or self._splice == "never":
+            if self._splice == "never":
+                continue
+            if found is None:
+                notes.append(f"not_compiled:{span.name}:computed")
                 continue
             splice, segment = found
             size = splice.source_stop - splice.source_start
@@ -146,10 +149,25 @@ class Planner:
         target = span.start + span.num_edge_left
         return Splice(span.name, segment.run, start, stop, target, before), segment
 
-    def plan(self, strategy: str, prompt: TokenizedPrompt, live: Live | None, ideal: Ideal) -> Plan:
-        """Return the plan a strategy makes of the live cache."""
+    def plan(
+        self,
+        strategy: str,
+        prompt: TokenizedPrompt,
+        live: Live | None,
+        ideal: Ideal,
+        changed: frozenset[str] = frozenset(),
+    ) -> Plan:
+        """Return the plan a strategy makes of the live cache.
+
+        Args:
+            strategy: Any but `auto`.
+            prompt: The prompt wanted.
+            live: What is cached now.
+            ideal: The plan that builds the prompt from nothing.
+            changed: Fields that change: `swap` replaces the segments with variants of them.
+        """
         if strategy == "reprefill":
-            return replace(Plan.prefill(prompt.token_ids), notes=ideal.plan.notes)
+            return Plan.prefill(prompt.token_ids)
         if live is None or not live.cache.length:
             return replace(ideal.plan, strategy=strategy)
         if strategy == "suffix":
@@ -157,7 +175,7 @@ class Planner:
         matches = self.matches(prompt, live)
         recompute: tuple[int, ...] = ()
         if strategy == "swap":
-            matches = _without_swapped(matches, live, ideal.plan)
+            matches = _without_swapped(matches, ideal.plan, judging(prompt, changed))
         elif strategy == "selective":
             recompute = self.notes_to_recompute(prompt, live, matches, DEFAULT_NOTE_SHARE)
         return plan_keep(
@@ -182,13 +200,21 @@ class Planner:
         return select_notes(values, positions, round(share * len(positions)))
 
 
-def _without_swapped(matches: Sequence[Match], live: Live, ideal: Plan) -> tuple[Match, ...]:
-    """Drop matches where the ideal plan splices a run that the live cache does not hold."""
-    swapped: list[tuple[int, int]] = []
-    held = {view.run for view in live.cache.layout}
-    for step in ideal.steps:
-        if isinstance(step, Reuse) and step.run not in held:
-            swapped.append((step.target_start, step.target_stop))
+def judging(prompt: TokenizedPrompt, changed: frozenset[str]) -> list[SegmentSpan]:
+    """Return the segments that have a variant for each value of a changed field."""
+    return [span for span in prompt.segments if changed & {name for name, _ in span.variant_values}]
+
+
+def _without_swapped(
+    matches: Sequence[Match], ideal: Plan, spans: Sequence[SegmentSpan]
+) -> tuple[Match, ...]:
+    """Drop matches where the ideal plan splices the variants that are swapped in."""
+    swapped = [
+        (step.target_start, step.target_stop)
+        for step in ideal.steps
+        if isinstance(step, Reuse)
+        and any(s.start <= step.target_start and step.target_stop <= s.stop for s in spans)
+    ]
     result: list[Match] = []
     for match in matches:
         pieces = [(match.target_start, match.target_start + match.num_tokens)]

@@ -7,10 +7,12 @@ one plan of all of them, so an edit costs nothing until it is needed and then on
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from typing import get_args
 
 from kvnotes.engine.base import SamplingParams, Stopwatch
-from kvnotes.errors import UnknownFieldError, nearest
+from kvnotes.errors import TemplateError, UnknownFieldError, nearest
 from kvnotes.plan import DEFAULT_NUM_SEAM_TOKENS, check_strategy
 from kvnotes.prompt import (
     ErratumStyle,
@@ -28,7 +30,7 @@ from kvnotes.session.operations import Append, Delete, Edit, Move, Operation, Re
 from kvnotes.session.planner import Planner, SplicePolicy
 from kvnotes.session.reply import Reply, decide, encode_choices
 from kvnotes.session.report import Turn, Verification
-from kvnotes.session.setup import as_message, as_segment
+from kvnotes.session.setup import as_message, as_segment, check_option
 from kvnotes.session.strategy import Scorecard
 from kvnotes.session.verify import Checker, VerifyLevel
 
@@ -76,6 +78,12 @@ class Session:
         splice: SplicePolicy = "auto",
     ) -> None:
         self.model = model
+        check_option("splice", splice, get_args(SplicePolicy))
+        check_option("erratum_mode", erratum_mode, get_args(ErratumMode))
+        if text is not None and messages:
+            raise TemplateError(
+                f"both text and {len(messages)} messages are given", hint="give one of them"
+            )
         parts = tuple(as_segment(name, value) for name, value in (segments or {}).items())
         template = (
             PromptTemplate.text_template(text, segments=parts)
@@ -97,7 +105,16 @@ class Session:
         self._references = References(model, self._talk.render)
         self._next_id = 0
         self._check_values(self._talk.base.values)
-        self._talk.compile(self._talk.base)
+        for name in self._talk.base.values:
+            if name not in template.field_names:
+                raise UnknownFieldError(
+                    f"a value is given for {name!r}, no message or segment has that field",
+                    hint=nearest(name, template.field_names),
+                )
+        if splice == "never":
+            self._talk.render(self._talk.base, False)
+        else:
+            self._talk.compile(self._talk.base)
 
     # -- what the conversation is now ------------------------------------------------------
 
@@ -150,8 +167,11 @@ class Session:
             fields: The same as `changes`, as keyword arguments.
 
         Returns:
-            A turn whose plan is what the edit alone would do now; nothing has run yet.
+            A turn whose plan is what the edit alone would do now. Nothing is computed yet,
+            but that `selective` scores the notes.
         """
+        if verify is not None:
+            check_option("verify", verify, get_args(VerifyLevel))
         name = self._strategy(strategy)
         values = {**(changes or {}), **fields}
         for field in values:
@@ -210,13 +230,14 @@ class Session:
         The history has the message at the end, and what was generated if the caller stops.
         """
         params = params or SamplingParams()
-        execution, prompt, _ = self._talk.run((), None, Stopwatch(), reserve=params.max_new_tokens)
-        answer = Reply(self.model, execution, params)
-        del execution
-        try:
-            yield from answer
-        finally:
-            self._talk.keep_reply(prompt, answer.message(self._new_id()), answer.cache)
+        talk, watch = self._talk, Stopwatch()
+        with talk.undone_on_error():
+            execution, prompt, _ = talk.run((), None, watch, reserve=params.max_new_tokens)
+            answer = Reply(self.model, execution, params)
+            del execution
+            with suppress(GeneratorExit):
+                yield from answer
+            talk.keep_reply(prompt, answer.message(self._new_id()), answer.cache)
 
     def verify(self) -> Verification:
         """Audit the conversation: one clean prefill, compared with the cache as it is.
@@ -224,18 +245,20 @@ class Session:
         Nothing is changed but that waiting changes are computed; it may run off the request
         path.
         """
-        execution, prompt, _ = self._talk.run((), None, Stopwatch())
-        checker = Checker(self._talk, "full", None)
-        agreed, num_tokens = checker.check(execution, self._talk.base, None)
-        self._talk.keep(execution, prompt)
+        with self._talk.undone_on_error():
+            execution, prompt, _ = self._talk.run((), None, Stopwatch())
+            checker = Checker(self._talk, "full", None)
+            agreed, num_tokens = checker.check(execution, self._talk.base, None)
+            self._talk.keep(execution, prompt)
         share = num_tokens / max(1, prompt.num_tokens)
         return Verification("full", agreed, (), num_tokens, share)
 
     def consolidate(self) -> Turn:
         """Make the cache clean by `suffix`: no errata, no stale notes. For idle time."""
         change = Edit({}, "suffix", consolidate=True)
-        execution, prompt, turn = self._talk.run((change,), None, Stopwatch())
-        self._talk.keep(execution, prompt)
+        with self._talk.undone_on_error():
+            execution, prompt, turn = self._talk.run((change,), None, Stopwatch())
+            self._talk.keep(execution, prompt)
         return replace(turn, op="consolidate", fallback_reason="consolidated: errata removed")
 
     def fork(self) -> Session:
@@ -261,24 +284,25 @@ class Session:
         known = {message.id for message in talk.base.template.messages}
         encoded = encode_choices(self.model, choices) if choices is not None else None
         reserve = params.max_new_tokens if params else 0
-        execution, prompt, turn = talk.run(operations, encoded, watch, reserve=reserve)
-        turn = replace(turn, op=op)
-        if choices is not None:
-            turn = replace(turn, decision=decide(self.model, execution, choices))
-        if compare:
-            stale = {**talk.base.values, **talk.previous}
-            new_start = _new_start(prompt, known)
-            turn = self._references.compare(
-                turn, execution, prompt, talk.base, stale, choices, new_start
-            )
-        if params is None:
-            talk.keep(execution, prompt)
-            return turn
-        answer = Reply(self.model, execution, params)
-        del execution
-        text = "".join(answer)
-        talk.keep_reply(prompt, answer.message(self._new_id()), answer.cache)
-        return replace(turn, text=text, token_ids=answer.token_ids)
+        with talk.undone_on_error():
+            execution, prompt, turn = talk.run(operations, encoded, watch, reserve=reserve)
+            turn = replace(turn, op=op)
+            if choices is not None:
+                turn = replace(turn, decision=decide(self.model, execution, choices))
+            if compare:
+                stale = {**talk.base.values, **talk.previous}
+                new_start = _new_start(prompt, known)
+                turn = self._references.compare(
+                    turn, execution, prompt, talk.base, stale, choices, new_start
+                )
+            if params is None:
+                talk.keep(execution, prompt)
+                return turn
+            answer = Reply(self.model, execution, params)
+            del execution
+            text = "".join(answer)
+            talk.keep_reply(prompt, answer.message(self._new_id()), answer.cache)
+            return replace(turn, text=text, token_ids=answer.token_ids)
 
     def _strategy(self, name: str | None) -> str:
         return check_strategy(name or self._talk.strategy)

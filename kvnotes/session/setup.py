@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import product
 
-from kvnotes.errors import TemplateError, nearest
+from kvnotes.errors import PlanError, TemplateError, nearest
 from kvnotes.prompt import Message, SegmentText
 from kvnotes.session.edits import PromptState
 
@@ -49,3 +49,13 @@ def variant_values(state: PromptState) -> list[Mapping[str, str]]:
     for combination in product(*declared.values()) if names else ():
         result.append({**state.values, **dict(zip(names, combination, strict=True))})
     return result
+
+
+def check_option(name: str, value: str, known: Sequence[str]) -> None:
+    """Refuse a value that an option does not have.
+
+    Raises:
+        PlanError: Names the option, the value and the nearest known one.
+    """
+    if value not in known:
+        raise PlanError(f"unknown {name} {value!r}", hint=nearest(value, known))

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvnotes.engine.base import Engine
-from kvnotes.errors import SpecMismatchError
+from kvnotes.errors import PlanError, SpecMismatchError, nearest
 from kvnotes.plan import DEFAULT_NUM_SEAM_TOKENS
 from kvnotes.session.edits import ErratumMode
 from kvnotes.session.operations import Append, Edit, Operation
@@ -43,6 +43,14 @@ class Scorecard:
     num_items: int
     num_seam_tokens: int = DEFAULT_NUM_SEAM_TOKENS
 
+    def __post_init__(self) -> None:
+        proved = ("erratum", "refresh+erratum", "refresh", "selective", "suffix")
+        if self.strategy not in proved:
+            raise PlanError(
+                f"a scorecard proves no strategy {self.strategy!r}",
+                hint=nearest(self.strategy, proved),
+            )
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:
@@ -53,6 +61,7 @@ class Choice:
         asked: What was asked for.
         evidence: Why.
         verify: Level of the verify asked for, if any.
+        changed: Fields that take another value.
         keep: Nothing has changed but what is appended.
         compile_after: Compile missing variants after the turn.
         fallback_reason: Why `strategy` is not what was asked for.
@@ -62,6 +71,7 @@ class Choice:
     asked: str
     evidence: Evidence
     verify: str | None = None
+    changed: frozenset[str] = frozenset()
     keep: bool = False
     compile_after: bool = False
     fallback_reason: str | None = None
@@ -89,15 +99,24 @@ def choose(
     changes = [o for o in waiting if not isinstance(o, Append)]
     verify = next((o.verify for o in changes if isinstance(o, Edit) and o.verify), None)
     asked = [o.strategy for o in changes] or [default]
-    exact, evidence = _auto(scorecard)
-    resolved = [exact if name == "auto" else name for name in asked]
+    exact, evidence = _auto(scorecard, mode)
+    if not changes:
+        evidence = Evidence("none", "nothing is changed: what is cached is kept")
+    proved = [isinstance(o, Edit) for o in changes] or [False]
+    resolved = [
+        (exact if edit else "suffix") if name == "auto" else name
+        for name, edit in zip(asked, proved, strict=True)
+    ]
     if verify and "auto" in asked:
         first = "erratum" if mode == "append" else "refresh+erratum"
-        resolved = [first if name == "auto" else name for name in asked]
+        resolved = [
+            (first if edit else "suffix") if name == "auto" else name
+            for name, edit in zip(asked, proved, strict=True)
+        ]
         evidence = Evidence("verify", f"verify={verify!r} checks each rung before it is used")
     strategy = max(resolved, key=_EXACTNESS.index)
     name = asked[resolved.index(strategy)]
-    if name != "auto":
+    if name != "auto" and changes:
         evidence = Evidence("user", f"strategy {strategy!r} was asked for")
     others = sorted(set(resolved) - {strategy})
     reason = (
@@ -105,7 +124,16 @@ def choose(
         if others
         else None
     )
-    return Choice(strategy, name, evidence, verify, keep=not changes, fallback_reason=reason)
+    edits = [o for o in changes if isinstance(o, Edit)]
+    return Choice(
+        strategy,
+        name,
+        evidence,
+        verify,
+        changed=frozenset(field for edit in edits for field in edit.changes),
+        keep=not changes,
+        fallback_reason=reason,
+    )
 
 
 def ladder(strategy: str, mode: ErratumMode) -> tuple[str, ...]:
@@ -118,12 +146,16 @@ def ladder(strategy: str, mode: ErratumMode) -> tuple[str, ...]:
     return tuple(r for r in rungs if mode == "rewrite" or r != "refresh+erratum")
 
 
-def _auto(scorecard: Scorecard | None) -> tuple[str, Evidence]:
+def _auto(scorecard: Scorecard | None, mode: ErratumMode) -> tuple[str, Evidence]:
     if scorecard is None:
         return "suffix", Evidence("none", "no scorecard for this model: exact by default")
     shown = f"{scorecard.agreement_low:.2f} or more of {scorecard.num_items} items agree"
     if scorecard.agreement_low < MIN_AGREEMENT:
         return "suffix", Evidence(
             "scorecard", f"{scorecard.strategy}: {shown}, {MIN_AGREEMENT} are needed: exact"
+        )
+    if mode == "append" and scorecard.strategy == "refresh+erratum":
+        return "suffix", Evidence(
+            "scorecard", "refresh+erratum is proved, and append mode may not do it: exact"
         )
     return scorecard.strategy, Evidence("scorecard", f"{scorecard.strategy}: {shown}")

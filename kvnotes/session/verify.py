@@ -59,8 +59,10 @@ class Checker:
         if execution.cache.exact and not amended:
             return True, 0
         ours = self._decision(execution)
-        if self.level == "full" or live is None:
+        if self.level == "full":
             return self._check_full(ours, state)
+        if live is None or not live.cache.length:
+            return True, 0  # everything was computed just now: nothing can be stale
         return self._check_cheap(ours, state, live)
 
     def _decision(self, execution: Execution) -> int:
@@ -84,6 +86,8 @@ class Checker:
         matches = planner.matches(clean, live)
         first = plan_keep(live.cache.layout, matches, ideal.plan, strategy="selective")
         budget = int(CHEAP_SHARE * clean.num_tokens) - first.tokens.computed
+        if budget < 0:
+            return False, 0  # no second estimate fits the budget: not checked is not agreed
         changed = next((m.num_tokens for m in matches if m.target_start == 0), 0)
         num_scored = clean.num_tokens - changed
         scoring = int(num_scored * engine.note_score_share) + 1

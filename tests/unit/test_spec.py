@@ -22,7 +22,7 @@ SPEC = ModelSpec(
     num_parameters=1000,
 )
 IDENTITY = ModelIdentity(SPEC, "b" * 64)
-FINGERPRINT = "7ee3e9593201559917e88df5af4c7e786b6f691ca7e208c8f75f6dd82d290fd5"
+FINGERPRINT = "953394d9adbeac844485a57d62b5d5ed8e9bc71a8d3a0f741cccb4280188c0fe"
 
 OTHER_LAYERS = (SPEC.layers[0], LayerSpec("full", 2, 16))
 CHANGED: dict[str, ModelIdentity] = {
@@ -34,6 +34,7 @@ CHANGED: dict[str, ModelIdentity] = {
     "max_positions": replace(IDENTITY, spec=replace(SPEC, max_positions=512)),
     "dtype": replace(IDENTITY, spec=replace(SPEC, dtype="bfloat16")),
     "rope": replace(IDENTITY, spec=replace(SPEC, rope=replace(ROPE, rotary_dim=4))),
+    "constants": replace(IDENTITY, spec=replace(SPEC, constants=(("rms_norm_eps", "1e-06"),))),
     "weights": replace(IDENTITY, weights_digest="c" * 64),
     "adapter": replace(IDENTITY, adapter="lora"),
     "quantization": replace(IDENTITY, quantization="int8"),
@@ -45,6 +46,7 @@ NESTED: dict[str, ModelSpec] = {
     "rotary_dim": replace(SPEC, rope=replace(ROPE, rotary_dim=4)),
     "pairing": replace(SPEC, rope=replace(ROPE, pairing="interleaved")),
     "table_digest": replace(SPEC, rope=replace(ROPE, table_digest="d" * 64)),
+    "attention_factor": replace(SPEC, rope=replace(ROPE, attention_factor=1.1)),
     "num_kv_heads": replace(SPEC, layers=(SPEC.layers[0], LayerSpec("full", 1, 8))),
     "head_dim": replace(SPEC, layers=OTHER_LAYERS),
     "number of layers": replace(SPEC, layers=SPEC.layers[:1]),
