@@ -114,18 +114,25 @@ class _Unroller:
         self._length = 0
 
     def add(self, run: Run, shift: int) -> tuple[int, int]:
-        """Add a run moved by `shift`; return its range of rows."""
+        """Add a run moved by `shift`; return its range of rows.
+
+        A piece cut out of a run shares the rows of what it was cut from, and a run shares
+        those of a longer one with the same beginning; the longest come first.
+        """
+        cut = 0
+        while run.context and run.context == run.context[-1].run.after:
+            head = run.context[-1].run
+            cut += len(head)
+            run = Run(head.token_ids + run.token_ids, head.start, head.context)
         key = (run.attended, run.start, shift)
-        known = self._known.get(key)
-        if known is not None and known.token_ids[: len(run)] == run.token_ids:
-            return known.first, known.first + len(run)
-        sees = tuple(self.add(view.run, view.shift + shift) for view in canonical(run.context))
-        row = _Row(self._length, run.token_ids, run.start + shift, sees)
-        self._length += len(run)
-        self.rows.append(row)
-        if known is None or len(known.token_ids) < len(run):
+        row = self._known.get(key)
+        if row is None or row.token_ids[: len(run)] != run.token_ids:
+            seen = [self.add(view.run, view.shift + shift) for view in reversed(run.context)]
+            row = _Row(self._length, run.token_ids, run.start + shift, tuple(seen))
+            self._length += len(run)
+            self.rows.append(row)
             self._known[key] = row
-        return row.first, row.first + len(run)
+        return row.first + cut, row.first + len(run)
 
 
 def mask_reference(engine: Engine, layout: Layout) -> Float[Tensor, " vocab"]:
