@@ -7,6 +7,7 @@ tokens saw the same.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from typing import Any
 
@@ -17,7 +18,6 @@ from hypothesis.vendor.pretty import for_type_by_name
 
 from kvnotes.plan import Compute, Layout, Match, Plan, Reuse, Run, plan_compose, plan_keep
 from kvnotes.plan.compose import Splice
-
 
 BEARTYPE_IN_STRATEGIES = pytest.mark.filterwarnings(
     "ignore:Do not use the `random` module:hypothesis.errors.HypothesisDeprecationWarning"
@@ -95,6 +95,16 @@ NUM_IDS = 3
 token_ids = st.lists(st.integers(0, NUM_IDS - 1), min_size=1, max_size=6).map(tuple)
 
 
+MODEL_IDS = 89
+"""Size of the vocabulary of the tiny models (`helpers_models.VOCAB_SIZE`)."""
+
+
+def token_lists(min_size: int, max_size: int) -> st.SearchStrategy[tuple[int, ...]]:
+    """Token ids of the tiny models."""
+    ids = st.integers(0, MODEL_IDS - 1)
+    return st.lists(ids, min_size=min_size, max_size=max_size).map(tuple)
+
+
 @st.composite
 def compiled_runs(draw: st.DrawFn) -> tuple[Run, tuple[int, ...]]:
     """A run as `compile` leaves it, and its preamble."""
@@ -156,7 +166,7 @@ def cuts(draw: st.DrawFn, layout: Layout) -> Layout:
     for view in layout:
         places = draw(st.sets(st.integers(view.target_start, view.target_stop), max_size=3))
         edges = sorted({view.target_start, view.target_stop, *places})
-        for start, stop in zip(edges, edges[1:], strict=False):
+        for start, stop in itertools.pairwise(edges):
             part = view.clip(start, stop)
             if draw(st.booleans()):
                 run = part.run.cut(part.source_start, part.source_stop)

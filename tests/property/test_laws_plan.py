@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from helpers_laws import (
     BEARTYPE_IN_STRATEGIES,
@@ -197,7 +199,7 @@ def test_a_prompt_continued_in_pieces_has_the_key_of_one_prefill(
     ids: tuple[int, ...], data: st.DataObject
 ) -> None:
     edges = sorted({0, len(ids), *data.draw(st.sets(st.integers(0, len(ids)), max_size=3))})
-    steps = tuple(Compute(a, ids[a:b]) for a, b in zip(edges, edges[1:], strict=False))
+    steps = tuple(Compute(a, ids[a:b]) for a, b in itertools.pairwise(edges))
     plan = Plan(ids, steps)
     assert plan.exact
     assert plan.canonical_layout == Plan.prefill(ids).canonical_layout
