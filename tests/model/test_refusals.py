@@ -1,0 +1,102 @@
+"""Models whose cache cannot be edited exactly are refused at load, with the cause."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import transformers as tf
+from helpers_models import SHAPE, build, engine_of, sharpen
+
+from kvnotes.engine.base import SamplingParams
+from kvnotes.errors import UnsupportedModelError
+
+
+def _config(kind: Any, **changes: Any) -> Any:
+    return kind(**{**SHAPE, **changes})
+
+
+def _rope(kind: str, **values: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 100.0, **values}}
+
+
+GPT2 = {"vocab_size": 89, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4}
+
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "sliding window": (
+        lambda: tf.MistralForCausalLM(_config(tf.MistralConfig, sliding_window=8)),
+        "sliding-window attention",
+    ),
+    "sliding layers": (
+        lambda: tf.Gemma3ForCausalLM(_config(tf.Gemma3TextConfig, sliding_window=8)),
+        "sliding-window attention",
+    ),
+    "learned positions": (
+        lambda: tf.GPT2LMHeadModel(tf.GPT2Config(**GPT2)),
+        "no rotary embedding",
+    ),
+    "alibi": (
+        lambda: tf.BloomForCausalLM(
+            tf.BloomConfig(vocab_size=89, hidden_size=32, n_layer=2, n_head=4)
+        ),
+        "positions cannot be set",
+    ),
+    "recurrent": (
+        lambda: tf.MambaForCausalLM(
+            tf.MambaConfig(vocab_size=89, hidden_size=32, num_hidden_layers=2, state_size=4)
+        ),
+        "state|LinearAttention",
+    ),
+    "encoder-decoder": (
+        lambda: tf.BartForConditionalGeneration(
+            tf.BartConfig(
+                vocab_size=89,
+                d_model=32,
+                encoder_layers=1,
+                decoder_layers=1,
+                encoder_attention_heads=4,
+                decoder_attention_heads=4,
+                encoder_ffn_dim=32,
+                decoder_ffn_dim=32,
+            )
+        ),
+        "encoder-decoder",
+    ),
+    "dynamic tables": (
+        lambda: tf.LlamaForCausalLM(_config(tf.LlamaConfig, **_rope("dynamic", factor=2.0))),
+        "depend on the sequence length.*dynamic",
+    ),
+    "long tables": (
+        lambda: tf.LlamaForCausalLM(
+            _config(
+                tf.LlamaConfig,
+                **_rope(
+                    "longrope",
+                    factor=2.0,
+                    short_factor=[1.0] * 4,
+                    long_factor=[2.0] * 4,
+                    original_max_position_embeddings=128,
+                ),
+            )
+        ),
+        "depend on the sequence length.*longrope",
+    ),
+    "layers without positions": (
+        lambda: tf.SmolLM3ForCausalLM(_config(tf.SmolLM3Config, num_hidden_layers=4)),
+        "do not move by rotation",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_model_that_cannot_be_edited_is_refused_with_the_cause(name: str) -> None:
+    make, cause = REFUSED[name]
+    with pytest.raises(UnsupportedModelError, match=cause) as caught:
+        engine_of(sharpen(make()))
+    assert "erratum" in caught.value.hint
+
+
+def test_a_mistral_without_a_window_is_accepted() -> None:
+    engine = engine_of(build("mistral"))
+    assert len(list(engine.generate(engine.prefill((1, 2, 3)), SamplingParams(2)))) == 2
