@@ -36,12 +36,14 @@ class World:
 
     data: st.DataObject
     name: str = "llama-gqa"
+    dtype: torch.dtype = torch.float32
     live: list[Live] = field(default_factory=list)
     segments: list[KVSegment] = field(default_factory=list)
     truth: dict[str, list[Tensor]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.engine = engine(self.name)
+        self.engine = engine(self.name, self.dtype)
+        self.gap = MECHANICAL_TOLERANCE[self.engine.spec.dtype]
 
     # -- operations ------------------------------------------------------------------------
 
@@ -176,7 +178,7 @@ class World:
         assert cache.canonical_layout == plan.canonical_layout
         reference = mask_reference(self.engine, cache.layout)
         gap = relative_gap(execution.last_logits(), reference)
-        assert gap < GAP, f"{plan.shape}: {gap:.1e}"
+        assert gap < self.gap, f"{plan.shape}: {gap:.1e}"
 
     def pick(self, *, with_logits: bool = False) -> Live | None:
         usable = [item for item in self.live if item.execution is not None or not with_logits]
