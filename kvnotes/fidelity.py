@@ -40,6 +40,11 @@ MECHANICAL_TOLERANCE = {"float32": 1e-5, "bfloat16": 3e-2, "float16": 4e-3}
 8k. float32: rounding of sums in another order is about 2e-6; half precisions: their unit
 roundoff (4e-3, 5e-4) times the square root of the layers' depth, rounded up."""
 
+LOAD_TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-1, "float16": 2e-2}
+"""The same for the few tokens of `check_engine`, which tells right code from wrong: keys that
+are not rotated are off by 0.2 or more. Rounding of few tokens in half precision varies: one
+tiny bf16 model in ten is above its mechanical tolerance, SmolLM2 at half of it."""
+
 MIN_FLOOR_CUTS = 5
 """Fewer cuts than this make no floor (MEASURING.md)."""
 
@@ -216,7 +221,7 @@ def check_engine(engine: Engine) -> float:
     edit = plan_keep(first.cache.layout, matches, shorter, strategy="selective", recompute=(8,))
     edited = engine.execute(edit, base=first.cache)
     gaps.append(_gap(engine, edited.cache.layout, edited.last_logits()))
-    worst, allowed = max(gaps), MECHANICAL_TOLERANCE.get(engine.spec.dtype, 0.0)
+    worst, allowed = max(gaps), LOAD_TOLERANCE.get(engine.spec.dtype, 0.0)
     if not worst <= allowed:
         raise UnsupportedModelError(
             f"splices on {engine.spec.model_type!r} differ from the masked forward by {worst:.1e} "

@@ -52,6 +52,10 @@ class Naive:
         """Return the number of a token that was computed at `position` and saw `seen`."""
         return self._known.setdefault((token_id, position, seen), len(self._known))
 
+    def known(self) -> dict[tuple[int, int, tuple[Slot, ...]], int]:
+        """Return every token seen so far: its id, its own position, what it saw; its number."""
+        return dict(self._known)
+
     def computed(self, ids: Iterable[int], start: int, seen: tuple[Slot, ...]) -> tuple[Slot, ...]:
         """Return the slots of tokens computed one after the other."""
         for position, token_id in enumerate(ids, start):
