@@ -37,7 +37,8 @@ class Sampler:
         params = self._params
         if params.temperature == 0:
             return int(logits.argmax())
-        scaled = (logits.double() / params.temperature).clone()
+        scaled = logits.double()
+        scaled = (scaled - scaled.max()) / params.temperature  # no overflow, however cold
         if params.top_k and params.top_k < scaled.numel():
             lowest = scaled.topk(params.top_k).values[-1]
             scaled[scaled < lowest] = -torch.inf
