@@ -141,13 +141,17 @@ def policy_ids(model: kvnotes.Model, num_tokens: int | None = None) -> tuple[int
     return tuple(ids if num_tokens is None else ids[:num_tokens])
 
 
-def header_ids(model: kvnotes.Model, num_tokens: int = 33) -> tuple[int, ...]:
-    """Return a system header of exactly `num_tokens` tokens."""
-    text = (
-        "<|im_start|>system\nYou are the service agent of an online shop. Follow the policy below "
-        "in every reply, and never promise what it does not allow to anyone.\n"
-    )
-    ids = model.tokenizer.encode(text)
-    if len(ids) < num_tokens:
-        raise SystemExit(f"the header has {len(ids)} tokens, {num_tokens} are asked for")
-    return tuple((*ids[: num_tokens - 1], ids[-1]))
+HEADERS = (
+    "<|im_start|>system\nYou are the service agent of an online shop. Help the customer with "
+    "orders, returns and refunds. Follow the policy below in every reply.\n\n",
+    "<|im_start|>system\nYou are a customer service agent that helps the user according to the "
+    "policy below. Always follow the policy and be polite and patient to everyone.\n\n",
+    "<|im_start|>system\nYou are a helpful assistant of a retail store. Answer the customer in a "
+    "friendly and rather short way. The policy of the store follows here.\n\n",
+)
+"""Ordinary system headers, near the 33 tokens of the standard point; the first has exactly 33."""
+
+
+def header_ids(model: kvnotes.Model, index: int = 0) -> tuple[int, ...]:
+    """Return the tokens of a system header."""
+    return model.tokenizer.encode(HEADERS[index])

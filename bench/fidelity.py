@@ -11,7 +11,7 @@ import json
 import statistics
 from typing import Any
 
-from common import DATA, arguments, header_ids, load, policy_ids, save
+from common import DATA, HEADERS, arguments, header_ids, load, policy_ids, save
 
 from kvnotes.fidelity import compare, mask_reference
 from kvnotes.plan import Compute, Match, Plan, Splice, plan_compose, plan_keep
@@ -30,35 +30,58 @@ def main() -> None:
         task["user_scenario"]["instructions"]["reason_for_call"]
         for task in json.loads((DATA / "tau2_retail_tasks.json").read_text())
     ][: args.requests]
-    header, policy = header_ids(model), policy_ids(model)
+    policy = policy_ids(model)
     segment = model.engine.compile(policy)
-    prefix = model.engine.prefill((*header, *policy)).cache
-    rows: dict[int, list[Any]] = {seam: [] for seam in SEAMS}
+    tables, floors, gaps = [], [], []
+    for index in range(len(HEADERS)):
+        header = header_ids(model, index)
+        seams = SEAMS if index == 0 else (1,)
+        rows, floor = curve(model, header, policy, segment, requests, seams)
+        tables.append({"header_tokens": len(header), "rows": rows})
+        floors += floor
+    header = header_ids(model)
+    for request in requests[: args.mechanical]:
+        ids = (*header, *policy, *turn_ids(model, request))
+        gaps.append(mechanical(model.engine, ids, len(header), segment))
+    floor_kl = {"median": statistics.median(floors), "max": max(floors), "num": len(floors)}
+    body = {"headers": tables, "floor_kl": floor_kl, "mechanical": gaps}
+    save(f"fidelity-{args.dtype}", args, body)
+    print(json.dumps(body, indent=1))
+
+
+def turn_ids(model: Any, request: str) -> tuple[int, ...]:
+    """Return the tokens of a customer's turn behind the policy."""
+    text = f"<|im_end|>\n<|im_start|>user\n{request}<|im_end|>\n<|im_start|>assistant\n"
+    ids: tuple[int, ...] = model.tokenizer.encode(text)
+    return ids
+
+
+def curve(
+    model: Any,
+    header: tuple[int, ...],
+    policy: tuple[int, ...],
+    segment: Any,
+    requests: list[str],
+    seams: tuple[int, ...],
+) -> tuple[list[dict[str, Any]], list[float]]:
+    """Return a row per number of seam tokens, and the floor on every 19th request."""
+    engine = model.engine
+    prefix = engine.prefill((*header, *policy)).cache
+    reports: dict[int, list[Any]] = {seam: [] for seam in seams}
     floors: list[float] = []
-    gaps: list[dict[str, float]] = []
     for index, request in enumerate(requests):
-        turn = model.tokenizer.encode(
-            f"<|im_end|>\n<|im_start|>user\n{request}<|im_end|>\n<|im_start|>assistant\n"
-        )
+        turn = turn_ids(model, request)
         ids = (*header, *policy, *turn)
         hit = Plan(ids, (*prefix.layout, Compute(prefix.length, turn)))
-        exact = model.engine.execute(hit, base=prefix).last_logits()
-        if index % 10 == 0:
-            floors.append(compare(exact, model.engine.prefill(ids).last_logits()).kl_nats)
-        for seam in SEAMS:
+        exact = engine.execute(hit, base=prefix).last_logits()
+        if index % 19 == 0:
+            floors.append(compare(exact, engine.prefill(ids).last_logits()).kl_nats)
+        for seam in seams:
             splice = Splice("policy", segment.run, 0, len(policy), len(header))
             plan = plan_compose(ids, [splice], num_seam_tokens=seam)
-            result = model.engine.execute(plan, segments=[segment])
-            rows[seam].append(compare(result.last_logits(), exact))
-        if index < args.mechanical:
-            gaps.append(mechanical(model.engine, ids, len(header), segment))
-    table = [summarize(seam, rows[seam]) for seam in SEAMS]
-    floor = {"median": statistics.median(floors), "max": max(floors), "num": len(floors)}
-    save(f"fidelity-{args.dtype}", args, {"seams": table, "floor_kl": floor, "mechanical": gaps})
-    for row in table:
-        print(row)
-    print("floor", floor)
-    print("mechanical", gaps)
+            result = engine.execute(plan, segments=[segment])
+            reports[seam].append(compare(result.last_logits(), exact))
+    return [summarize(seam, reports[seam]) for seam in seams], floors
 
 
 def summarize(seam: int, reports: list[Any]) -> dict[str, Any]:

@@ -122,6 +122,7 @@ def _erratum(result: dict[str, Any]) -> str:
 def _fidelity(result: dict[str, Any]) -> str:
     rows = [
         [
+            str(h["header_tokens"]),
             str(r["num_seam_tokens"]),
             f"{r['kl_mean']:.6f}",
             f"{r['kl_median']:.6f}",
@@ -129,7 +130,8 @@ def _fidelity(result: dict[str, Any]) -> str:
             f"{r['top1_equal']} / {r['num_requests']}",
             f"{r['cosine_min']:.5f}",
         ]
-        for r in result["seams"]
+        for h in result["headers"]
+        for r in h["rows"]
     ]
     floor = result["floor_kl"]
     gaps = [
@@ -139,12 +141,20 @@ def _fidelity(result: dict[str, Any]) -> str:
     names = sorted(result["mechanical"][0]) if result["mechanical"] else []
     return (
         f"## Splice fidelity on the retail policy, {result['machine']['dtype']}\n\n"
-        f"{_machine(result)}\nThe policy spliced behind a 33-token header, against an exact "
-        f"prefix hit of the same tokens. Floor (exact hit against one-shot prefill, "
+        f"{_machine(result)}\nThe policy spliced behind three ordinary headers, against an "
+        f"exact prefix hit of the same tokens. Floor (exact hit against one-shot prefill, "
         f"{floor['num']} requests): median {floor['median']:.1e}, maximum {floor['max']:.1e} "
         "nats.\n\n"
         + _table(
-            ["seam", "KL mean (nats)", "KL median", "KL max", "top-1 equal", "cosine min"],
+            [
+                "header",
+                "seam",
+                "KL mean (nats)",
+                "KL median",
+                "KL max",
+                "top-1 equal",
+                "cosine min",
+            ],
             rows,
         )
         + "\nMechanical gaps to `mask_reference`, relative to the logit scale (allowed: 1e-5 in "
