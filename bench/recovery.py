@@ -15,7 +15,7 @@ import yaml
 from common import arguments, load, save
 
 import kvnotes
-from kvnotes.plan import Match, Plan, plan_keep
+from kvnotes.plan import Match, Plan, clip, plan_keep
 from kvnotes.prompt import Message
 from kvnotes.session.operations import Append, Edit, fold
 from kvnotes.session.verify import Checker
@@ -97,9 +97,9 @@ def notes_margin(model: Any, item: dict[str, Any]) -> float:
     prompt = talk.render(add_generation_prompt=True)
     kept = before.num_tokens
     layout = (
-        *target.cache.truncated(start).layout,
-        *(view.clip(start, stop) for view in source.cache.layout),
-        *(view.clip(stop, kept) for view in target.cache.layout),
+        *clip(target.cache.layout, 0, start),
+        *clip(source.cache.layout, start, stop),
+        *clip(target.cache.layout, stop, kept),
     )
     plan = plan_keep(layout, [Match(0, 0, kept)], Plan.prefill(prompt.token_ids), strategy="stale")
     result = engine.execute(plan, segments=[*source.cache.sources, *target.cache.sources])

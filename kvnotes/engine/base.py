@@ -49,7 +49,7 @@ class SamplingParams:
         stop: object = self.stop
         limits = {
             "max_new_tokens": self.max_new_tokens >= 1,
-            "temperature": self.temperature >= 0,
+            "temperature": 0 <= self.temperature < float("inf"),
             "top_p": 0 < self.top_p <= 1,
             "top_k": self.top_k >= 0,
             "stop": not isinstance(stop, str) and all(self.stop),
