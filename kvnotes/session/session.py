@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import get_args
 
 from kvnotes.engine.base import SamplingParams, Stopwatch
-from kvnotes.errors import TemplateError, UnknownFieldError, nearest
+from kvnotes.errors import PlanError, TemplateError, UnknownFieldError, nearest
 from kvnotes.plan import DEFAULT_NUM_SEAM_TOKENS, check_strategy
 from kvnotes.prompt import (
     ErratumStyle,
@@ -183,14 +183,17 @@ class Session:
 
     def delete(self, message_id: str, *, strategy: str | None = None) -> Turn:
         """Remove a message; under `auto`, `suffix` and `reprefill` its notes go as well."""
+        self._refuse_errata(message_id)
         return self._talk.change("delete", Delete(message_id, self._strategy(strategy)))
 
     def move(self, message_id: str, *, before: str | None, strategy: str | None = None) -> Turn:
         """Put a message before another one, or (None) at the end."""
+        self._refuse_errata(message_id, before)
         return self._talk.change("move", Move(message_id, before, self._strategy(strategy)))
 
     def replace(self, message_id: str, content: str, *, strategy: str | None = None) -> Turn:
         """Give a message another text."""
+        self._refuse_errata(message_id)
         change = Replace(message_id, content, self._strategy(strategy))
         return self._talk.change("replace", change)
 
@@ -303,6 +306,16 @@ class Session:
             text = "".join(answer)
             talk.keep_reply(prompt, answer.message(self._new_id()), answer.cache)
             return replace(turn, text=text, token_ids=answer.token_ids)
+
+    def _refuse_errata(self, *message_ids: str | None) -> None:
+        """Errata follow from edits: another strategy of the same edit has none of them."""
+        for message in self.messages:
+            if message.erratum_of and message.id in message_ids:
+                raise PlanError(
+                    f"message {message.id!r} is an erratum of {message.erratum_of!r}; errata "
+                    "follow from edits and have no place of their own",
+                    hint="edit the field again, or remove all errata with consolidate()",
+                )
 
     def _strategy(self, name: str | None) -> str:
         return check_strategy(name or self._talk.strategy)
