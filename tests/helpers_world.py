@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvnotes.engine.base import Execution, SamplingParams
-from kvnotes.fidelity import MECHANICAL_TOLERANCE, mask_reference
+from kvnotes.fidelity import LOAD_TOLERANCE, MECHANICAL_TOLERANCE, mask_reference
 from kvnotes.plan import Match, Plan, Splice, plan_compose, plan_keep
 from kvnotes.segment import KVCache, KVSegment
 
@@ -43,7 +43,8 @@ class World:
 
     def __post_init__(self) -> None:
         self.engine = engine(self.name, self.dtype)
-        self.gap = MECHANICAL_TOLERANCE[self.engine.spec.dtype]
+        half = self.dtype != torch.float32
+        self.gap = LOAD_TOLERANCE[self.engine.spec.dtype] if half else GAP  # of few tokens
 
     # -- operations ------------------------------------------------------------------------
 

@@ -136,6 +136,7 @@ def test_two_forks_that_generate_alternately_equal_each_alone() -> None:
     before = start.cache.checksum()
     settings = [SamplingParams(8, temperature=1.0, seed=seed) for seed in (1, 2)]
     alone = [list(engine().generate(start, params)) for params in settings]
+    assert alone[0] != alone[1], "two seeds, two texts"
     streams = [engine().generate(start, params) for params in settings]
     running = [iter(stream) for stream in streams]
     for _ in range(8):
@@ -182,6 +183,20 @@ def test_a_stream_that_nobody_finishes_gives_its_memory_back() -> None:
     plan = Plan(ids, (*start.cache.layout, Compute(20, (1, 2))), base=start.cache.layout)
     follow = engine().execute(plan, base=start.cache)
     assert follow.cache.buffer is start.cache.buffer
+
+
+def test_a_finished_stream_reads_no_more_than_its_cache_holds() -> None:
+    start = engine().prefill(IDS)
+    stream = engine().generate(start, SamplingParams(50))
+    running = iter(stream)
+    for _ in range(3):
+        next(running)
+    running.close()  # type: ignore[attr-defined]
+    cache = stream.cache
+    ids = (*cache.token_ids, 1, 2)
+    plan = Plan(ids, (*cache.layout, Compute(cache.length, (1, 2))), base=cache.layout)
+    follow = engine().execute(plan, base=cache)
+    assert follow.cache.buffer is cache.buffer, "the stream is still there, and claims no more"
 
 
 def test_generation_goes_on_from_a_spliced_cache_as_from_its_logits() -> None:
