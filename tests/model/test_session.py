@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from helpers_session import gap_to_mask, shop
+from helpers_session import gap_to_mask, shop, statements
 
+from kvnotes import SamplingParams
 from kvnotes.errors import KVNotesError
 from kvnotes.fidelity import MECHANICAL_TOLERANCE
 
@@ -43,3 +44,45 @@ def test_moving_or_deleting_an_erratum_never_blocks_later_turns(
     session.user("works", decide=CHOICES)
     assert session.values["status"] == "mid"
     assert gap_to_mask(session) <= TOLERANCE
+
+
+@pytest.mark.parametrize("strategy", ["refresh", "selective", "refresh+erratum", "suffix"])
+def test_a_rewriting_edit_after_an_erratum_shows_the_new_value_everywhere(strategy: str) -> None:
+    session = shop(strategy="erratum")
+    session.user("hello", decide=CHOICES)
+    session.edit(status="high")
+    session.user("first", decide=CHOICES)
+    assert set(statements(session)) == {"low", "high"}, "the old statement stays where it was"
+    session.edit(status="mid", strategy=strategy)
+    session.user("second", decide=CHOICES)
+    assert set(statements(session)) == {"mid"}
+    assert not any(message.pinned for message in session.messages)
+    assert gap_to_mask(session) <= TOLERANCE
+
+
+def test_a_turn_that_fails_while_it_is_answered_is_not_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    session = shop(strategy="refresh")
+    session.user("hello", decide=CHOICES)
+    session.edit(status="high")
+    before = [message.id for message in session.messages]
+    engine = type(session.model.engine)
+    for doing in ("generate", "score"):
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "step", _broken)
+            patch.setattr(engine, "score", _broken)
+            with pytest.raises(MemoryError):
+                if doing == "generate":
+                    session.user("again", generate=SamplingParams(4))
+                else:
+                    session.user("again", decide=CHOICES)
+        assert [message.id for message in session.messages] == before
+        assert session.values["status"] == "high"
+    session.user("again", decide=CHOICES)
+    assert sum(message.content == "again" for message in session.messages) == 1
+    assert gap_to_mask(session) <= TOLERANCE
+
+
+def _broken(*args: object, **kwargs: object) -> None:
+    raise MemoryError
