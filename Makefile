@@ -19,7 +19,6 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 READY := .venv/.ready
 READY_519 := .venv-519/.ready
 RESULTS := build/test-results
-BENCHMARKS := $(filter-out bench/common.py bench/select_%,$(wildcard bench/*.py))
 
 .PHONY: setup demo test lint types tests tests-519 bench clean
 
@@ -47,7 +46,16 @@ tests-519: $(READY_519)
 	  $(wildcard tests/contract tests/model)
 
 bench: $(READY)
-	for script in $(BENCHMARKS); do $(BIN)/python $$script $(BENCH_ARGS) || exit 1; done
+	$(BIN)/python bench/prefill.py $(BENCH_ARGS)
+	$(BIN)/python bench/speed.py $(BENCH_ARGS)
+	$(BIN)/python bench/speed.py --threads 2 --new 32 $(BENCH_ARGS)
+	$(BIN)/python bench/speed.py --dtype bfloat16 --new 32 $(BENCH_ARGS)
+	$(BIN)/python bench/speed.py --name breakeven --lengths 8 16 32 64 128 256 --new 32 --no-full $(BENCH_ARGS)
+	$(BIN)/python bench/erratum.py $(BENCH_ARGS)
+	$(BIN)/python bench/fidelity.py $(BENCH_ARGS)
+	$(BIN)/python bench/recovery.py --suite capitals12 $(BENCH_ARGS)
+	$(BIN)/python bench/recovery.py --suite all --verify $(BENCH_ARGS)
+	$(BIN)/python bench/report.py
 
 clean:
 	rm -rf .venv .venv-519 .cache build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -7,7 +7,7 @@ from typing import Any
 from common import arguments, interleaved, load, policy_ids, save
 
 import kvnotes
-from kvnotes.plan import Compute, Plan
+from kvnotes.fidelity import prefix_hit
 
 QUESTION = "Please tell me what the status of my order is now, and what I can do about it today."
 
@@ -55,10 +55,9 @@ def measure(model: Any, length: int, runs: int) -> dict[str, Any]:
     session()
     prompt, cut = ids[0], start[0]
     exact = model.engine.prefill(prompt[:cut]).cache
-    plan = Plan(prompt, (*exact.layout, Compute(cut, prompt[cut:])))
 
     def hit() -> float:
-        return model.engine.execute(plan, base=exact).elapsed_ms
+        return prefix_hit(model.engine, exact, prompt).elapsed_ms
 
     result = interleaved({"session": session, "hit": hit}, runs)
     ratio = result["session"]["median"] / result["hit"]["median"]

@@ -1,22 +1,26 @@
 """Splice fidelity on the real retail policy, and the mechanical gaps to the masked forward.
 
-Header of 33 tokens, the whole policy, each of the 114 customer requests as a user turn.
-`same_tokens` is an exact prefix hit over a cold prefill of header and policy; its own
-distance from a one-shot prefill is the floor, measured on every tenth request.
+A header of about 33 tokens, the whole policy, each of the 114 customer requests as a user
+turn. The policy stands in one of two forms: `inline`, in the header's own system message, or
+`message`, as a system message of its own, with role header and end token. `same_tokens` is an
+exact prefix hit over a cold prefill of header and policy; its own distance from a one-shot
+prefill is the floor, measured on every 19th request.
 """
 
 from __future__ import annotations
 
 import json
 import statistics
+from dataclasses import dataclass
 from typing import Any
 
 from common import DATA, HEADERS, arguments, header_ids, load, policy_ids, save
 
-from kvnotes.fidelity import compare, mask_reference
-from kvnotes.plan import Compute, Match, Plan, Splice, plan_compose, plan_keep
+from kvnotes.fidelity import compare, mask_reference, prefix_hit
+from kvnotes.plan import Match, Plan, Splice, plan_compose, plan_keep
 
 SEAMS = (0, 1, 2, 4, 16, 64)
+FORMS = ("inline", "message")
 
 
 def main() -> None:
@@ -30,54 +34,69 @@ def main() -> None:
         task["user_scenario"]["instructions"]["reason_for_call"]
         for task in json.loads((DATA / "tau2_retail_tasks.json").read_text())
     ][: args.requests]
-    policy = policy_ids(model)
-    segment = model.engine.compile(policy)
     tables, floors, gaps = [], [], []
-    for index in range(len(HEADERS)):
-        header = header_ids(model, index)
-        seams = SEAMS if index == 0 else (1,)
-        rows, floor = curve(model, header, policy, segment, requests, seams)
-        tables.append({"header_tokens": len(header), "rows": rows})
-        floors += floor
-    header = header_ids(model)
+    for form in FORMS:
+        for index in range(len(HEADERS)):
+            parts = prompt_parts(model, form, index)
+            rows, floor = curve(model, parts, requests, SEAMS if index == 0 else (1,))
+            tables.append({"form": form, "header_tokens": len(parts.header), "rows": rows})
+            floors += floor
+    parts = prompt_parts(model, "inline", 0)
+    segment = model.engine.compile(parts.policy)
     for request in requests[: args.mechanical]:
-        ids = (*header, *policy, *turn_ids(model, request))
-        gaps.append(mechanical(model.engine, ids, len(header), segment))
+        ids = (*parts.header, *parts.policy, *turn_ids(model, parts, request))
+        gaps.append(mechanical(model.engine, ids, len(parts.header), segment))
     floor_kl = {"median": statistics.median(floors), "max": max(floors), "num": len(floors)}
     body = {"headers": tables, "floor_kl": floor_kl, "mechanical": gaps}
     save(f"fidelity-{args.dtype}", args, body)
     print(json.dumps(body, indent=1))
 
 
-def turn_ids(model: Any, request: str) -> tuple[int, ...]:
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Tokens before the turn, and the text that closes the policy."""
+
+    header: tuple[int, ...]
+    policy: tuple[int, ...]
+    closing: str
+
+
+def prompt_parts(model: Any, form: str, index: int) -> Parts:
+    """Return header and policy in one of the two forms."""
+    if form == "inline":
+        return Parts(header_ids(model, index), policy_ids(model), "<|im_end|>\n")
+    encode = model.tokenizer.encode
+    text = (DATA / "tau2_retail_policy.md").read_text()
+    return Parts(
+        encode(HEADERS[index].rstrip() + "<|im_end|>\n"),
+        encode(f"<|im_start|>system\n{text}<|im_end|>\n"),
+        "",
+    )
+
+
+def turn_ids(model: Any, parts: Parts, request: str) -> tuple[int, ...]:
     """Return the tokens of a customer's turn behind the policy."""
-    text = f"<|im_end|>\n<|im_start|>user\n{request}<|im_end|>\n<|im_start|>assistant\n"
+    text = f"{parts.closing}<|im_start|>user\n{request}<|im_end|>\n<|im_start|>assistant\n"
     ids: tuple[int, ...] = model.tokenizer.encode(text)
     return ids
 
 
 def curve(
-    model: Any,
-    header: tuple[int, ...],
-    policy: tuple[int, ...],
-    segment: Any,
-    requests: list[str],
-    seams: tuple[int, ...],
+    model: Any, parts: Parts, requests: list[str], seams: tuple[int, ...]
 ) -> tuple[list[dict[str, Any]], list[float]]:
     """Return a row per number of seam tokens, and the floor on every 19th request."""
     engine = model.engine
-    prefix = engine.prefill((*header, *policy)).cache
+    segment = engine.compile(parts.policy)
+    prefix = engine.prefill((*parts.header, *parts.policy)).cache
     reports: dict[int, list[Any]] = {seam: [] for seam in seams}
     floors: list[float] = []
     for index, request in enumerate(requests):
-        turn = turn_ids(model, request)
-        ids = (*header, *policy, *turn)
-        hit = Plan(ids, (*prefix.layout, Compute(prefix.length, turn)))
-        exact = engine.execute(hit, base=prefix).last_logits()
+        ids = (*parts.header, *parts.policy, *turn_ids(model, parts, request))
+        exact = prefix_hit(engine, prefix, ids).last_logits()
         if index % 19 == 0:
             floors.append(compare(exact, engine.prefill(ids).last_logits()).kl_nats)
+        splice = Splice("policy", segment.run, 0, segment.num_tokens, len(parts.header))
         for seam in seams:
-            splice = Splice("policy", segment.run, 0, len(policy), len(header))
             plan = plan_compose(ids, [splice], num_seam_tokens=seam)
             result = engine.execute(plan, segments=[segment])
             reports[seam].append(compare(result.last_logits(), exact))

@@ -23,6 +23,8 @@ def main() -> None:
     parts = [HEAD]
     for name, write in (
         ("speed", _speed),
+        ("breakeven", _break_even),
+        ("prefill", _prefill),
         ("erratum", _erratum),
         ("fidelity", _fidelity),
         ("recovery", _recovery),
@@ -49,10 +51,11 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _ms(value: dict[str, float] | None) -> str:
+def _ms(value: dict[str, float] | None, digits: int = 0) -> str:
     if value is None:
         return "-"
-    return f"{value['median']:.0f} [{value['min']:.0f}-{value['max']:.0f}]"
+    median, low, high = (f"{value[k]:.{digits}f}" for k in ("median", "min", "max"))
+    return f"{median} [{low}-{high}]"
 
 
 def _speed(result: dict[str, Any]) -> str:
@@ -99,6 +102,31 @@ def _speed(result: dict[str, Any]) -> str:
     )
 
 
+def _break_even(result: dict[str, Any]) -> str:
+    rows = [
+        [str(r["segment_tokens"]), _ms(r["splice"], 1), _ms(r["compute"], 1)]
+        for r in result["rows"]
+    ]
+    return (
+        f"## When a splice pays, {result['machine']['dtype']}\n\n{_machine(result)}\n"
+        "The header is cached; a short segment is spliced with one seam token, or computed "
+        "together with the new tokens.\n\n" + _table(["segment", "splice ms", "compute ms"], rows)
+    )
+
+
+def _prefill(result: dict[str, Any]) -> str:
+    rows = [
+        [str(r["tokens"]), name, _ms(value)]
+        for r in result["rows"]
+        for name, value in sorted(r["arms"].items(), key=lambda arm: arm[1]["median"])
+    ]
+    return (
+        f"## The fastest exact prefill, {result['machine']['dtype']}\n\n{_machine(result)}\n"
+        "Attention kernel and tokens per forward, fastest first; the engine uses "
+        "`kvnotes_packed` in chunks of 512.\n\n" + _table(["tokens", "kernel, chunk", "ms"], rows)
+    )
+
+
 def _erratum(result: dict[str, Any]) -> str:
     rows = [
         [
@@ -122,6 +150,7 @@ def _erratum(result: dict[str, Any]) -> str:
 def _fidelity(result: dict[str, Any]) -> str:
     rows = [
         [
+            h["form"],
             str(h["header_tokens"]),
             str(r["num_seam_tokens"]),
             f"{r['kl_mean']:.6f}",

@@ -10,86 +10,93 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from common import arguments, header_ids, interleaved, load, policy_ids, save
 
 from kvnotes.engine.execute import place
-from kvnotes.plan import Compute, Match, Plan, Reuse, Splice, plan_compose, plan_keep
+from kvnotes.fidelity import prefix_hit
+from kvnotes.plan import Match, Plan, Reuse, Splice, plan_compose, plan_keep
 from kvnotes.segment import Buffer
+
+SHORT = 512
+"""Up to this length the segment is also computed behind the cached header: the break-even."""
 
 
 def main() -> None:
     """Run the benchmark."""
     parser = arguments("TTFT of splices and edits")
     parser.add_argument("--lengths", type=int, nargs="+", default=[1536, 3072, 6144, 7500])
-    parser.add_argument("--new", type=int, nargs="+", default=[32])
+    parser.add_argument("--new", type=int, nargs="+", default=[32, 1, 128])
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--no-full", action="store_true", help="skip the full prefill")
+    parser.add_argument("--name", default="speed", help="first part of the result's file name")
     args = parser.parse_args()
     model = load(args)
-    rows = [measure(model, length, new, args) for length in args.lengths for new in args.new]
-    name = f"speed-{args.dtype}-{args.threads}t"
-    save(name, args, {"rows": rows})
+    rows = [row for length in args.lengths for row in measure(model, length, args)]
+    save(f"{args.name}-{args.dtype}-{args.threads}t", args, {"rows": rows})
     for row in rows:
         print(_line(row))
 
 
-def measure(model: Any, length: int, num_new: int, args: argparse.Namespace) -> dict[str, Any]:
-    """Measure one segment length."""
+def measure(model: Any, length: int, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure one segment length; the full prefill with the first number of new tokens only."""
     engine = model.engine
-    header = header_ids(model)
-    segment_ids = policy_ids(model, length)
-    new = policy_ids(model, 400)[-num_new:]
-    ids = (*header, *segment_ids, *new)
-    before = len(ids) - num_new
-    segment = engine.compile(segment_ids)
+    header, text = header_ids(model), policy_ids(model, length)
+    segment = engine.compile(text)
     head = engine.prefill(header).cache
-    exact = engine.prefill(ids[:before]).cache
-    hit_plan = Plan(ids, (*exact.layout, Compute(before, new)))
-    splice = Splice("policy", segment.run, 0, length, len(header))
-    ideal = plan_compose(ids, [splice], num_seam_tokens=1)
-    splice_plan = plan_keep(head.layout, [Match(0, 0, len(header))], ideal, strategy="compose")
-    refresh_plan = _refresh_plan(exact, ids, before)
+    exact = engine.prefill((*header, *text)).cache
     buffer = Buffer.allocate(engine.spec, len(header) + length, engine.model.dtype)
-
-    def full() -> float:
-        return engine.prefill(ids).elapsed_ms
-
-    def hit() -> float:
-        return engine.execute(hit_plan, base=exact).elapsed_ms
-
-    def spliced() -> float:
-        return engine.execute(splice_plan, base=head, segments=[segment]).elapsed_ms
-
-    def refreshed() -> float:
-        return engine.execute(refresh_plan, base=exact).elapsed_ms
-
-    def copied() -> float:
-        return _copy_ms(segment, buffer)
-
-    def moved() -> float:
-        return _move_ms(engine, segment, buffer)
-
-    arms = {"hit": hit, "splice": spliced, "refresh": refreshed, "copy": copied, "move": moved}
-    result = interleaved(arms, args.runs)
-    if not args.no_full:
-        result |= interleaved({"full": full, "hit_beside_full": hit}, max(2, args.runs // 2))
-    row = {"segment_tokens": length, "new_tokens": num_new, "plan": splice_plan.shape, **result}
-    row["splice_over_hit"] = round(result["splice"]["median"] / result["hit"]["median"], 3)
-    row["move_over_copy"] = round(result["move"]["median"] / result["copy"]["median"], 3)
-    if "full" in result:
-        row["full_over_splice"] = round(result["full"]["median"] / result["splice"]["median"], 1)
-        row["full_gflops"] = round(
-            _prefill_flops(engine, len(ids)) / result["full"]["median"] / 1e6
-        )
-        row["matmul_gflops"] = round(_matmul_gflops(engine))
-    return row
+    rows = []
+    for num_new in args.new:
+        ids = (*header, *text, *policy_ids(model, 1500)[-num_new:])
+        ideal = plan_compose(ids, [Splice("policy", segment.run, 0, length, len(header))])
+        splice = plan_keep(head.layout, [Match(0, 0, len(header))], ideal, strategy="compose")
+        refresh = _refresh_plan(exact, ids)
+        arms = {
+            "hit": partial(_ms, prefix_hit, engine, exact, ids),
+            "splice": partial(_ms, engine.execute, splice, base=head, segments=[segment]),
+            "refresh": partial(_ms, engine.execute, refresh, base=exact),
+            "copy": partial(_copy_ms, segment, buffer),
+            "move": partial(_move_ms, engine, segment, buffer),
+        }
+        if length <= SHORT:
+            arms["compute"] = partial(_ms, prefix_hit, engine, head, ids)
+        row = {"segment_tokens": length, "new_tokens": num_new, "plan": splice.shape}
+        row |= interleaved(arms, args.runs)
+        if not args.no_full and num_new == args.new[0]:
+            full = {"full": partial(_ms, engine.prefill, ids)}
+            row |= interleaved(full, max(3, args.runs // 2))
+        rows.append(row | _ratios(row, engine, len(ids)))
+    return rows
 
 
-def _refresh_plan(cache: Any, ids: tuple[int, ...], before: int) -> Plan:
+def _ms(call: Callable[..., Any], *arguments: Any, **options: Any) -> float:
+    """Run something that returns an execution; return what it took."""
+    elapsed: float = call(*arguments, **options).elapsed_ms
+    return elapsed
+
+
+def _ratios(row: dict[str, Any], engine: Any, num_tokens: int) -> dict[str, Any]:
+    """Return the figures that are judged, from the medians."""
+    median = {name: value["median"] for name, value in row.items() if isinstance(value, dict)}
+    ratios: dict[str, Any] = {
+        "splice_over_hit": round(median["splice"] / median["hit"], 3),
+        "move_over_copy": round(median["move"] / median["copy"], 3),
+    }
+    if "full" in median:
+        ratios["full_over_splice"] = round(median["full"] / median["splice"], 1)
+        ratios["full_gflops"] = round(_prefill_flops(engine, num_tokens) / median["full"] / 1e6)
+        ratios["matmul_gflops"] = round(_matmul_gflops(engine))
+    return ratios
+
+
+def _refresh_plan(cache: Any, ids: tuple[int, ...]) -> Plan:
     """A field of eight tokens in the middle takes a value of the same length."""
+    before = cache.length
     middle = before // 2
     changed = (*ids[:middle], *ids[:8], *ids[middle + 8 :])
     matches = [Match(0, 0, middle), Match(middle + 8, middle + 8, before - middle - 8)]
@@ -139,8 +146,8 @@ def _matmul_gflops(engine: Any, rows: int = 512) -> float:
 def _line(row: dict[str, Any]) -> str:
     parts = [f"{row['segment_tokens']} + {row['new_tokens']} new"]
     parts += [
-        f"{name} {row[name]['median']:.0f} ms"
-        for name in ("hit", "splice", "refresh", "full", "copy", "move")
+        f"{name} {row[name]['median']:.1f} ms"
+        for name in ("hit", "splice", "compute", "refresh", "full", "copy", "move")
         if name in row
     ]
     parts += [

@@ -34,6 +34,7 @@ from kvnotes.plan import (
     plan_compose,
     plan_keep,
 )
+from kvnotes.segment import KVCache
 
 MECHANICAL_TOLERANCE = {"float32": 1e-5, "bfloat16": 3e-2, "float16": 4e-3}
 """Largest logit gap to `mask_reference`, relative to the largest |logit|, at distances up to
@@ -171,6 +172,22 @@ def same_tokens_reference(engine: Engine, token_ids: Sequence[int]) -> Float[Ten
     return engine.prefill(token_ids).last_logits()
 
 
+def prefix_hit(
+    engine: Engine, prefix: KVCache, token_ids: Sequence[int], *, consume: bool = False
+) -> Execution:
+    """Continue a cache whose tokens begin the prompt: the baseline that every splice has.
+
+    Args:
+        engine: The engine.
+        prefix: An exact cache of the first tokens.
+        token_ids: The whole prompt.
+        consume: `prefix` will not be used again.
+    """
+    ids, cut = tuple(token_ids), prefix.length
+    plan = Plan(ids, (*prefix.layout, Compute(cut, ids[cut:])))
+    return engine.execute(plan, base=prefix, consume=consume)
+
+
 def floor(engine: Engine, token_ids: Sequence[int], cuts: Iterable[int]) -> tuple[float, ...]:
     """Return KL divergences of exact prefix hits from a one-shot prefill.
 
@@ -192,8 +209,7 @@ def floor_of(engine: Engine, whole: Execution, cuts: Iterable[int]) -> tuple[flo
     ids = whole.cache.token_ids
     result = []
     for cut in sorted(cuts):
-        prefix = whole.cache.truncated(cut)
-        hit = engine.execute(Plan(ids, (*prefix.layout, Compute(cut, ids[cut:]))), base=prefix)
+        hit = prefix_hit(engine, whole.cache.truncated(cut), ids)
         result.append(compare(hit.last_logits(), whole.last_logits()).kl_nats)
     return tuple(result)
 

@@ -254,7 +254,7 @@ class KVCache:
         for view in clip(self.layout, 0, length):
             segment = self.source(view.run)
             if segment.buffer is self.buffer:
-                view, segment = narrowed(view, segment)
+                view, segment = _narrowed(view, segment)
             views.append(view)
             sources.append(segment)
         return KVCache(tuple(views), sources, self.buffer, self.identity)
@@ -288,7 +288,7 @@ class KVCache:
         return total
 
 
-def narrowed(view: Reuse, segment: KVSegment) -> tuple[Reuse, KVSegment]:
+def _narrowed(view: Reuse, segment: KVSegment) -> tuple[Reuse, KVSegment]:
     """Cut a run and its segment to the tokens that a view takes.
 
     For memory that may change: what a cache does not read may be overwritten, and a segment

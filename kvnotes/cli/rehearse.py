@@ -6,7 +6,6 @@ message ids and strategies, turn by turn.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,7 +16,6 @@ from kvnotes.cli import scenario as form
 from kvnotes.cli.parse import located
 from kvnotes.cli.source import KeyPath, Source
 from kvnotes.errors import (
-    FieldValueError,
     KVNotesError,
     MissingFieldError,
     PlanError,
@@ -27,7 +25,6 @@ from kvnotes.errors import (
     nearest,
 )
 from kvnotes.prompt import Field, Message, PromptTemplate, SegmentText
-from kvnotes.prompt.slots import Slot, parse
 
 
 class Places:
@@ -83,16 +80,16 @@ class Rehearsal:
                 )
         with at("messages"):
             self._template = PromptTemplate.chat(self._messages, self._segments.values())
-        self._used = _segments_used(self._template.messages)
+        self._used = {n for m in self._template.messages for n in m.segment_names}
         self._check_fields()
         for name, value in scenario.fields.items():
             with at("fields", name):
-                check_value(name, value)
+                Field(name).check_text(value)
         for name, spec in scenario.segments.items():
             for field, values in spec.variants.items():
                 with at("segments", name, "variants", field):
                     for value in values:
-                        check_value(field, value)
+                        Field(field).check_text(value)
         self._check_strategy(scenario.strategy, (), ("strategy",))
         for index, turn in enumerate(scenario.turns):
             with at("turns", index):
@@ -123,7 +120,7 @@ class Rehearsal:
             self._check_still_shown(turn.replace)
         elif message := added_message(index, turn):
             self._template = self._template.append(message)
-            self._used |= _segments_used([message])
+            self._used |= set(message.segment_names)
             self._check_slots_filled()
         if getattr(turn, "generate", None) is not None:
             self._num_replies += 1
@@ -153,7 +150,7 @@ class Rehearsal:
         for name, value in turn.edit.items():
             if name not in known:
                 raise UnknownFieldError(f"unknown field {name!r}", hint=nearest(name, known))
-            check_value(name, value)
+            Field(name).check_text(value)
         self._check_strategy(turn.strategy or self._scenario.strategy, turn.edit, ())
 
     def _check_strategy(self, strategy: str, changed: Iterable[str], path: KeyPath) -> None:
@@ -223,32 +220,6 @@ def added_message(index: int, turn: BaseModel) -> Message | None:
             # only system messages are templates, as in Session.add
             return Message(role, content, id=name, trusted=None if role == "system" else False)
     return None
-
-
-def check_value(name: str, value: str) -> None:
-    """Refuse what no tokenizer is needed to refuse; `Field.check` adds control strings.
-
-    Raises:
-        FieldValueError: Several lines, or too long.
-    """
-    most = Field(name).max_chars
-    if len(value) > most:
-        raise FieldValueError(
-            f"value of field {name!r} has {len(value)} characters, the limit is {most}",
-            hint="shorten the value, or put long text into a segment",
-        )
-    if broken := re.search("[\x00-\x1f\x85\u2028\u2029]", value):
-        raise FieldValueError(
-            f"value of field {name!r} is single-line text, but holds {broken[0]!r} at character "
-            f"{broken.start()}",
-            hint="use spaces; in YAML, > and | make text with line breaks, >- makes one line",
-        )
-
-
-def _segments_used(messages: Iterable[Message]) -> set[str]:
-    whole = {message.segment for message in messages if message.segment}
-    parts = (part for m in messages if m.is_trusted for part in parse(m.content, ""))
-    return whole | {p.name for p in parts if isinstance(p, Slot) and p.kind == "segment"}
 
 
 def _slot_hint(name: str, unfilled: set[str]) -> str:

@@ -12,7 +12,7 @@ from kvnotes.errors import UnknownSegmentError
 from kvnotes.plan import Compute, Layout, Plan, Reuse, Run
 from kvnotes.plan.lineage import extend, holds
 from kvnotes.rope import Rotary, turn_keys
-from kvnotes.segment import Buffer, KVCache, KVSegment, narrowed
+from kvnotes.segment import Buffer, KVCache, KVSegment
 from kvnotes.spec import ModelIdentity
 
 
@@ -106,10 +106,8 @@ def settle(
         else:
             segment = find_source(view.run, sources)
             view = replace(view, run=segment.run)
-            if segment.buffer is buffer:
-                view, segment = narrowed(view, segment)
-            elif segment.buffer is not None and not view.moved:
-                # an unmoved copy is as good as its source, whose buffer may now be freed
+            if segment.buffer is not None and not view.moved:
+                # an unmoved copy is as good as its source, whose memory may be written or freed
                 view = view.run.cut(view.source_start, view.source_stop).whole()
                 segment = buffer.segment(view.run, view.target_start, identity)
         layout, held = _append(layout, held, view, segment, buffer)

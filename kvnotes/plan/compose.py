@@ -15,7 +15,7 @@ from kvnotes.plan.steps import Compute, Plan, Step
 
 DEFAULT_NUM_SEAM_TOKENS = 1
 """Seam tokens recomputed at each splice: on SmolLM2 one takes the mean KL of the retail
-policy from 0.0052 to 0.0007 nats (`docs/benchmarks.md`); a scorecard overrides it."""
+policy from 0.0068 to 0.0011 nats (`docs/benchmarks.md`); a scorecard overrides it."""
 
 FIELD_BEFORE_SEGMENT = "field_before_segment"
 """Note of a plan that splices a segment behind a field: its tokens hold no notes about it."""
@@ -62,7 +62,6 @@ def plan_compose(
     splices: Sequence[Splice],
     *,
     num_seam_tokens: int = DEFAULT_NUM_SEAM_TOKENS,
-    strategy: str = "compose",
 ) -> Plan:
     """Plan a prompt from compiled segments; everything else is computed.
 
@@ -103,7 +102,7 @@ def plan_compose(
             notes.append(f"{FIELD_BEFORE_SEGMENT}:{splice.name}")
     if position < len(ids):
         steps.append(Compute(position, ids[position:]))
-    return Plan(ids, tuple(steps), strategy, tuple(notes))
+    return Plan(ids, tuple(steps), "compose", tuple(notes))
 
 
 def _continues(steps: Sequence[Step], view: Reuse, ids: tuple[int, ...]) -> bool:

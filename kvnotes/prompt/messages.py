@@ -56,6 +56,22 @@ class Field:
         Raises:
             FieldValueError: Not a string, several lines, too long, or control text.
         """
+        text = self.check_text(value)
+        marker = tokenizer.control_text.find_marker(text)
+        control = marker or tokenizer.control_text.find_control(text)
+        if control:
+            kind = "the erratum marker" if marker else "the tokenizer's control string"
+            raise FieldValueError(
+                f"value of field {self.name!r} is plain text, but holds {kind} {control!r}",
+                hint="remove it from the value; a value cannot open or end a message",
+            )
+
+    def check_text(self, value: object) -> str:
+        """Return a value that breaks no rule that can be judged without a tokenizer.
+
+        Raises:
+            FieldValueError: Not a string, several lines, or too long.
+        """
         name = self.name
         if not isinstance(value, str):
             raise FieldValueError(
@@ -66,14 +82,15 @@ class Field:
             raise FieldValueError(
                 f"value of field {name!r} has {len(value)} characters, the limit is "
                 f"{self.max_chars}",
-                hint="shorten the value, or declare the field with a larger max_chars",
+                hint="shorten the value, or put long text into a segment",
             )
         broken = _LINE_BREAKS.search(value)
         if broken:
             raise FieldValueError(
                 f"value of field {name!r} is single-line text, but holds {broken[0]!r} at "
                 f"character {broken.start()}",
-                hint="replace line breaks, tabs and control characters by spaces",
+                hint="replace line breaks, tabs and control characters by spaces; in YAML, > and | "
+                "make text with line breaks, >- makes one line",
             )
         private = find_private(value)
         if private:
@@ -82,14 +99,7 @@ class Field:
                 "sentinels or a lone surrogate",
                 hint="remove the private-use character of plane 15 or 16",
             )
-        marker = tokenizer.control_text.find_marker(value)
-        control = marker or tokenizer.control_text.find_control(value)
-        if control:
-            kind = "the erratum marker" if marker else "the tokenizer's control string"
-            raise FieldValueError(
-                f"value of field {name!r} is plain text, but holds {kind} {control!r}",
-                hint="remove it from the value; a value cannot open or end a message",
-            )
+        return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +160,21 @@ class Message:
                 f"{where} is an erratum of {self.erratum_of!r} and is not trusted",
                 hint="errata are trusted templates; leave trusted as None",
             )
+
+    @property
+    def slots(self) -> tuple[slots.Slot, ...]:
+        """Fields and segments the message uses, in order; a whole segment is one slot."""
+        if self.segment is not None:
+            return (slots.Slot("segment", self.segment),)
+        if not self.is_trusted:
+            return ()
+        parts = slots.parse(self.content, f"message {self.id!r}")
+        return tuple(part for part in parts if isinstance(part, slots.Slot))
+
+    @property
+    def segment_names(self) -> tuple[str, ...]:
+        """Segments the message uses, in order."""
+        return tuple(slot.name for slot in self.slots if slot.kind == "segment")
 
     @property
     def is_trusted(self) -> bool:

@@ -177,13 +177,8 @@ class PromptTemplate:
                 if isinstance(part, Slot):
                     yield part, "the text template"
         for message in self.messages:
-            where = f"message {message.id!r}"
-            if message.segment is not None:
-                yield Slot("segment", message.segment), where
-            elif message.is_trusted:
-                for part in parse(message.content, where):
-                    if isinstance(part, Slot):
-                        yield part, where
+            for slot in message.slots:
+                yield slot, f"message {message.id!r}"
 
     def _index(self, message_id: str) -> int:
         for index, message in enumerate(self.messages):

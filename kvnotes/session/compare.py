@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from kvnotes.engine.base import Execution
-from kvnotes.fidelity import MIN_FLOOR_CUTS, compare, floor_of
-from kvnotes.plan import Compute, Plan, plan_suffix
+from kvnotes.fidelity import MIN_FLOOR_CUTS, compare, floor_of, prefix_hit
+from kvnotes.plan import Plan, plan_suffix
 from kvnotes.prompt import TokenizedPrompt
 from kvnotes.segment import KVCache
 from kvnotes.session.edits import PromptState
@@ -67,11 +67,7 @@ class References:
         prefix = full.cache.truncated(new_start)
         full_logits, full_ms = full.last_logits(), full.elapsed_ms
         del full
-        hit = engine.execute(
-            Plan(ids, (*prefix.layout, Compute(new_start, ids[new_start:]))),
-            base=prefix,
-            consume=True,
-        )
+        hit = prefix_hit(engine, prefix, ids, consume=True)
         clean = self._execution("clean", clean_state(state))
         ours = execution.last_logits()
         comparison = Comparison(

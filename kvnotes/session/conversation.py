@@ -294,7 +294,6 @@ class Conversation:
         history = self.render(self.base, False)
         length = min(execution.cache.length, history.num_tokens)
         if prompt.token_ids[:length] != history.token_ids[:length]:
-            length = execution.cache.length
             self.live = Live(execution.cache, blocks_of(prompt))
             return
         self.live = Live(execution.cache.truncated(length), blocks_of(history, length))

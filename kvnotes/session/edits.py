@@ -12,14 +12,13 @@ K/V is kept is decided from the result, by `plan`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Literal
 
 from kvnotes.errors import PlanError
 from kvnotes.prompt import ErratumStyle, Message, PromptTemplate
-from kvnotes.prompt.slots import Slot, parse
 
 ErratumMode = Literal["rewrite", "append"]
 
@@ -118,7 +117,7 @@ def _pinned_before_variant(
 ) -> PromptTemplate:
     """Pin a field in the messages before the last segment that has variants of it."""
     judging = {s.name for s in template.segments if name in s.preamble_fields}
-    uses = [bool(judging & set(_segments_in(message))) for message in template.messages]
+    uses = [bool(judging & set(message.segment_names)) for message in template.messages]
     if not any(uses):
         raise PlanError(
             f"strategy 'swap' needs a message with a segment that has variants of {name!r}, the "
@@ -130,16 +129,6 @@ def _pinned_before_variant(
         if not judges:
             template = _pin(template, message, name, state.shown(message, name))
     return template
-
-
-def _segments_in(message: Message) -> Iterable[str]:
-    """Return the names of the segments a message uses."""
-    if message.segment is not None:
-        return [message.segment]
-    if not message.is_trusted:
-        return []
-    parts = parse(message.content, f"message {message.id!r}")
-    return [part.name for part in parts if isinstance(part, Slot) and part.kind == "segment"]
 
 
 def _pin(template: PromptTemplate, message: Message, name: str, value: str) -> PromptTemplate:

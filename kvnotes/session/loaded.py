@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvnotes.engine.base import Engine
-from kvnotes.plan import digest_tokens, num_equal
+from kvnotes.plan import check_compiled, digest_tokens, num_equal
 from kvnotes.prompt import PromptTokenizer, SegmentSpan
 from kvnotes.segment import KVSegment
 
@@ -45,8 +45,6 @@ class SegmentBook:
             SpecMismatchError: Another model computed it.
             LineageError: It saw more than its declared preamble.
         """
-        from kvnotes.plan import check_compiled
-
         self._engine.identity.check_same(segment.identity, f"segment {name!r}")
         check_compiled(name, segment.run, segment.preamble_ids)
         self._by_key[self.key(segment.run.token_ids, segment.preamble_ids)] = segment

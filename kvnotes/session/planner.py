@@ -105,10 +105,8 @@ class Planner:
         splices: list[Splice] = []
         used: list[KVSegment] = []
         notes: list[str] = []
-        for span in prompt.segments:
+        for span in prompt.segments if self._splice != "never" else ():
             found = self._splice_for(span, prompt)
-            if self._splice == "never":
-                continue
             if found is None:
                 notes.append(f"not_compiled:{span.name}:computed")
                 continue

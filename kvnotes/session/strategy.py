@@ -99,21 +99,18 @@ def choose(
     changes = [o for o in waiting if not isinstance(o, Append)]
     verify = next((o.verify for o in changes if isinstance(o, Edit) and o.verify), None)
     asked = [o.strategy for o in changes] or [default]
-    exact, evidence = _auto(scorecard, mode)
+    auto, evidence = _auto(scorecard, mode)
     if not changes:
         evidence = Evidence("none", "nothing is changed: what is cached is kept")
-    proved = [isinstance(o, Edit) for o in changes] or [False]
-    resolved = [
-        (exact if edit else "suffix") if name == "auto" else name
-        for name, edit in zip(asked, proved, strict=True)
-    ]
-    if verify and "auto" in asked:
-        first = "erratum" if mode == "append" else "refresh+erratum"
-        resolved = [
-            (first if edit else "suffix") if name == "auto" else name
-            for name, edit in zip(asked, proved, strict=True)
-        ]
+    elif verify and "auto" in asked:
+        auto = "erratum" if mode == "append" else "refresh+erratum"
         evidence = Evidence("verify", f"verify={verify!r} checks each rung before it is used")
+    # evidence is about edits: any other change is exact under auto
+    edited = [isinstance(o, Edit) for o in changes] or [False]
+    resolved = [
+        (auto if edit else "suffix") if name == "auto" else name
+        for name, edit in zip(asked, edited, strict=True)
+    ]
     strategy = max(resolved, key=_EXACTNESS.index)
     name = asked[resolved.index(strategy)]
     if name != "auto" and changes:
