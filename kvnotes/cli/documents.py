@@ -15,7 +15,7 @@ from typing import Any
 
 from kvnotes import errors
 from kvnotes.cli import failures
-from kvnotes.cli.main import HELP_WIDTH, help_text
+from kvnotes.cli.main import HELP_WIDTH, command_paths, help_text
 from kvnotes.cli.records import RunRecord
 from kvnotes.cli.scenario import Scenario
 
@@ -107,7 +107,7 @@ def _tidy(value: Any, *, names: bool = False) -> Any:
 
 def _help() -> str:
     parts = []
-    for command in ([], ["run"]):
+    for command in command_paths():
         name = " ".join(["kvnotes", *command])
         text = help_text(command, HELP_WIDTH)
         parts.append(f"## {name}\n\n```text\n{text.rstrip()}\n```\n")
