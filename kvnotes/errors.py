@@ -13,6 +13,7 @@ raised once, at the place that knows; `cli` and `server` map it once, from the c
     |- SegmentFormatError(ValueError)
     |- ScenarioError(ValueError)
     |- StorageError(OSError)
+    |- TrustError(PermissionError)
     `- EngineError(RuntimeError)      OutOfCacheError
 """
 
@@ -121,6 +122,13 @@ class StorageError(KVNotesError, OSError):
 
     exit_code = 10
     http_status = 507
+
+
+class TrustError(KVNotesError, PermissionError):
+    """A file is signed by nobody who is trusted, or its key is not there."""
+
+    exit_code = 13
+    http_status = 403
 
 
 class EngineError(KVNotesError, RuntimeError):

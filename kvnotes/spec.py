@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -100,6 +100,10 @@ class ModelIdentity:
         """SHA-256 over everything that decides the K/V, 64 hex digits."""
         text = json.dumps(self._facts(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
+
+    def with_dtype(self, dtype: str) -> ModelIdentity:
+        """Return the identity of the same model in another dtype."""
+        return replace(self, spec=replace(self.spec, dtype=dtype))
 
     def _facts(self) -> dict[str, object]:
         facts: dict[str, object] = asdict(self.spec)

@@ -30,6 +30,15 @@ def digest_tokens(token_ids: Sequence[int]) -> str:
     return hashlib.sha256(array("q", token_ids).tobytes()).hexdigest()
 
 
+def digest_run(attended: str, start: int, token_ids: Sequence[int], altered: str = "") -> str:
+    """Return the content key of a run of which only the digest of its context is known."""
+    state = hashlib.sha256(attended.encode())
+    state.update(array("q", (start, *token_ids)).tobytes())
+    if altered:
+        state.update(b"altered " + altered.encode())
+    return state.hexdigest()
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Run:
     """Tokens whose K/V were computed one after the other behind one context.
@@ -38,11 +47,14 @@ class Run:
         token_ids: The run's tokens.
         start: Position of the first token when it was computed.
         context: What all tokens of the run could see before it, canonical.
+        altered: How its K/V differ from what was computed, "" if they do not: `int8`,
+            `dtype:float32`. Altered K/V have a key of their own and are never exact.
     """
 
     token_ids: tuple[int, ...]
     start: int = 0
     context: tuple[Reuse, ...] = ()
+    altered: str = ""
 
     @cached_property
     def attended(self) -> str:
@@ -56,9 +68,7 @@ class Run:
     @cached_property
     def digest(self) -> str:
         """Content key of the run including its lineage, 64 hex digits."""
-        state = hashlib.sha256(self.attended.encode())
-        state.update(array("q", (self.start, *self.token_ids)).tobytes())
-        return state.hexdigest()
+        return digest_run(self.attended, self.start, self.token_ids, self.altered)
 
     @cached_property
     def after(self) -> tuple[Reuse, ...]:
@@ -92,9 +102,9 @@ class Run:
         if start == 0:
             if stop == len(self.token_ids):
                 return self
-            return Run(self.token_ids[:stop], self.start, self.context)
-        head = Run(self.token_ids[:start], self.start, self.context)
-        return Run(self.token_ids[start:stop], self.start + start, head.after)
+            return Run(self.token_ids[:stop], self.start, self.context, self.altered)
+        head = Run(self.token_ids[:start], self.start, self.context, self.altered)
+        return Run(self.token_ids[start:stop], self.start + start, head.after, self.altered)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,9 +178,11 @@ def extend(layout: Layout, view: Reuse) -> Layout:
         last is not None
         and last.shift == view.shift
         and run.start == last.run.start + len(last.run)
+        and run.altered == last.run.altered
         and _same_context(run.context, last.run.after)
     ):
-        merged = Run(last.run.token_ids + run.token_ids, last.run.start, last.run.context)
+        ids = last.run.token_ids + run.token_ids
+        merged = Run(ids, last.run.start, last.run.context, run.altered)
         return (*layout[:-1], merged.whole(last.target_start))
     return (*layout, run.whole(view.target_start))
 
@@ -188,8 +200,9 @@ def is_exact(layout: Iterable[Reuse]) -> bool:
     views = canonical(layout)
     if not views:
         return True
-    first = views[0]
-    return len(views) == 1 and first.target_start == first.run.start == 0 and not first.run.context
+    view, run = views[0], views[0].run
+    cold = not (run.context or run.altered)
+    return len(views) == 1 and view.target_start == run.start == 0 and cold
 
 
 def common_prefix(left: Layout, right: Layout) -> int:
@@ -198,7 +211,7 @@ def common_prefix(left: Layout, right: Layout) -> int:
     for a, b in zip(left, right, strict=False):
         if a.target_start != b.target_start or a.run.start != b.run.start:
             break
-        if not _same_context(a.run.context, b.run.context):
+        if a.run.altered != b.run.altered or not _same_context(a.run.context, b.run.context):
             break
         if a.run.token_ids == b.run.token_ids:
             length = a.target_stop

@@ -1,0 +1,209 @@
+"""Saving segments: one file each, written in one step.
+
+Owns the way from a `KVSegment` to a file. Tensors are hashed while they are written; an
+encrypted file is hashed first, because its header comes before everything else.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from kvnotes.errors import SegmentFormatError
+from kvnotes.segment import KVSegment
+from kvnotes.store import container
+from kvnotes.store.atomic import new_file, write_all
+from kvnotes.store.header import (
+    Creation,
+    Payload,
+    PayloadKind,
+    Provenance,
+    SegmentHeader,
+    SegmentKind,
+    make_header,
+    tensor_shapes,
+)
+from kvnotes.store.int8 import quantize
+from kvnotes.store.tensors import HASH_THREADS, bytes_of, checked_digest
+from kvnotes.store.trust import NO_TRUST, Trust, sealed_size
+
+SUFFIX = ".kv.safetensors"
+HEADER_KEY, SIGNATURE_KEY, SEALED_KEY = "kvnotes", "signature", "sealed"
+
+
+def save_segment(
+    path: Path,
+    segment: KVSegment,
+    *,
+    kind: SegmentKind = "segment",
+    tenant: str = "",
+    provenance: Provenance | None = None,
+    int8: bool = False,
+    versions: tuple[tuple[str, str], ...] = (),
+    trust: Trust = NO_TRUST,
+) -> SegmentHeader:
+    """Write a segment to a new file in one step.
+
+    Args:
+        path: Where; the folder is made. A file that is there is replaced.
+        segment: What to save.
+        kind: `run` for a part of a session.
+        tenant: Whose it is; part of the key.
+        provenance: The text it was made from.
+        int8: Round to 8 bits: a lossy copy with a key of its own.
+        versions: Names and versions of what computed it.
+        trust: Signs and encrypts, if it has the keys.
+
+    Returns:
+        The header that was written.
+
+    Raises:
+        SegmentFormatError: The segment cannot be stored: NaN, or already rounded once.
+        StorageError: The folder cannot be written, or the disk is full; nothing is left.
+    """
+    draft = _Draft(segment, kind, tenant, provenance or Provenance(), int8, Creation.now(versions))
+    if trust.encryption_key is None:
+        return _save_plain(path, draft, trust)
+    return _save_sealed(path, draft, trust)
+
+
+@dataclass(frozen=True, slots=True)
+class _Draft:
+    """A segment and all of its header but the digests."""
+
+    segment: KVSegment
+    kind: SegmentKind
+    tenant: str
+    provenance: Provenance
+    int8: bool
+    created: Creation
+
+    @property
+    def payload_kind(self) -> PayloadKind:
+        altered = self.segment.run.altered
+        if altered and (self.int8 or altered.startswith("int8:")):
+            raise SegmentFormatError(
+                f"the segment is altered already ({altered}); it is not rounded or saved again",
+                hint="keep the file it came from, or compile it again",
+            )
+        if self.int8:
+            return "int8"
+        return "converted" if altered else "exact"
+
+    def shapes(self) -> list[tuple[str, str, tuple[int, ...]]]:
+        return tensor_shapes(self.segment.identity, self.segment.num_tokens, self.payload_kind)
+
+    def tensors(self) -> Iterator[tuple[Tensor, float, float]]:
+        """The tensors in the order of the file, each with its largest and its mean error."""
+        for keys, values in zip(self.segment.keys, self.segment.values, strict=True):
+            for tensor in (keys, values):
+                if not self.int8:
+                    yield tensor.contiguous(), 0.0, 0.0
+                    continue
+                quantized = quantize(tensor)
+                yield quantized.levels, quantized.max_error, quantized.rms_error
+                yield quantized.scale, 0.0, 0.0
+
+    def header(self, digests: list[str], errors: tuple[float, float]) -> SegmentHeader:
+        dtype = self.segment.identity.spec.dtype
+        altered = self.segment.run.altered
+        source = altered.removeprefix("from:") if altered else dtype
+        payload = Payload(
+            kind=self.payload_kind, source_dtype=source, max_error=errors[0], rms_error=errors[1]
+        )
+        return make_header(
+            self.segment,
+            kind=self.kind,
+            tenant=self.tenant,
+            provenance=self.provenance,
+            payload=payload,
+            created=self.created,
+            digests=tuple(digests),
+        )
+
+
+class _Digests:
+    """Digests of tensors, computed beside the writing of them; refuses what is not finite."""
+
+    def __init__(self, pool: ThreadPoolExecutor) -> None:
+        self._pool = pool
+        self._futures: list[Future[str]] = []
+        self._max_error = self._rms_error = 0.0
+
+    def add(self, name: str, tensor: Tensor, max_error: float, rms_error: float) -> None:
+        self._futures.append(self._pool.submit(checked_digest, name, tensor))
+        self._max_error = max(self._max_error, max_error)
+        self._rms_error = max(self._rms_error, rms_error)
+
+    def header(self, draft: _Draft) -> SegmentHeader:
+        digests = [future.result() for future in self._futures]
+        return draft.header(digests, (self._max_error, self._rms_error))
+
+
+def _save_plain(path: Path, draft: _Draft, trust: Trust) -> SegmentHeader:
+    """Write tensors while they are hashed; the header, whose size is known, comes last."""
+    shapes = draft.shapes()
+    with ThreadPoolExecutor(HASH_THREADS) as pool, new_file(path) as file:
+        digests = _Digests(pool)
+        size = _largest_header(draft, trust)
+        os.lseek(file, size, os.SEEK_SET)
+        for (name, _, _), (tensor, max_error, rms_error) in zip(
+            shapes, draft.tensors(), strict=True
+        ):
+            digests.add(name, tensor, max_error, rms_error)
+            write_all(file, bytes_of(tensor))
+        header = digests.header(draft)
+        os.lseek(file, 0, os.SEEK_SET)
+        write_all(file, _first_bytes(header, trust, size))
+    return header
+
+
+def _save_sealed(path: Path, draft: _Draft, trust: Trust) -> SegmentHeader:
+    """Hash everything, then encrypt the plain file piece by piece into a sealed one."""
+    tensors = list(draft.tensors())
+    with ThreadPoolExecutor(HASH_THREADS) as pool:
+        digests = _Digests(pool)
+        for (name, _, _), (tensor, max_error, rms_error) in zip(
+            draft.shapes(), tensors, strict=True
+        ):
+            digests.add(name, tensor, max_error, rms_error)
+        header = digests.header(draft)
+    first = _first_bytes(header, trust, 0)
+    num_plain_bytes = len(first) + header.nbytes
+    sealing = trust.sealing(num_plain_bytes)
+    outer, _ = container.build(
+        {SEALED_KEY: sealing}, [(SEALED_KEY, "U8", (sealed_size(num_plain_bytes),))]
+    )
+
+    def plain() -> Iterator[bytes | memoryview]:
+        yield first
+        yield from (bytes_of(tensor) for tensor, _, _ in tensors)
+
+    with new_file(path) as file:
+        write_all(file, outer)
+        for chunk in trust.encrypt(plain(), sealing):
+            write_all(file, chunk)
+    return header
+
+
+def _largest_header(draft: _Draft, trust: Trust) -> int:
+    """Return a size that the first bytes fit into, before digests and errors are known."""
+    shapes = draft.shapes()
+    blank = draft.header(["0" * 64] * len(shapes), (0.1234567890123456e-3,) * 2)
+    return len(_first_bytes(blank, trust, 0)) + container.PAGE
+
+
+def _first_bytes(header: SegmentHeader, trust: Trust, size: int) -> bytes:
+    """Return everything before the tensors, padded to `size` bytes."""
+    text = header.to_json()
+    metadata = {HEADER_KEY: text}
+    signature = trust.sign(text)
+    if signature is not None:
+        metadata[SIGNATURE_KEY] = signature
+    shapes = [(t.name, t.dtype, t.shape) for t in header.tensors]
+    return container.build(metadata, shapes, size)[0]
