@@ -10,6 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Literal, Protocol, runtime_checkable
 
 import torch
@@ -225,6 +226,11 @@ def set_num_threads(num_threads: int | None = None) -> int:
     if num_threads is not None:
         torch.set_num_threads(num_threads)
     return torch.get_num_threads()
+
+
+def engine_versions() -> tuple[tuple[str, str], ...]:
+    """Return names and versions of the libraries that compute K/V."""
+    return tuple((name, version(name)) for name in ("torch", "transformers"))
 
 
 class Stopwatch:

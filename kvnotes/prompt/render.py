@@ -189,6 +189,13 @@ class _Spans:
             inner_stop,
             preamble,
             variant,
+            self.layout.text[first:last],
+            self.messages[placed.index].role if self._is_whole(placed) else "",
+            tuple(
+                (other.mark.name, other.mark.value, other.start - first, other.stop - first)
+                for other in self.layout.marks
+                if other.mark.kind == "field" and first <= other.start and other.stop <= last
+            ),
         )
 
     def _preamble(self, placed: PlacedMark) -> tuple[tuple[int, ...], tuple[tuple[str, str], ...]]:

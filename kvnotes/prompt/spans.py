@@ -62,6 +62,9 @@ class SegmentSpan:
         preamble_ids: The declared preamble as it stands before `token_ids` at the start of a
             prompt; () without a preamble.
         variant_values: Current (field, value) pairs of the preamble.
+        text: The characters that `token_ids` stand for.
+        role: Role of the message it is; "" for a segment inside a message.
+        fields: (field, value, first character, character after the last) in `text`.
     """
 
     name: str
@@ -76,6 +79,9 @@ class SegmentSpan:
     standalone_stop: int
     preamble_ids: tuple[int, ...] = ()
     variant_values: tuple[tuple[str, str], ...] = ()
+    text: str = ""
+    role: str = ""
+    fields: tuple[tuple[str, str, int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
