@@ -37,14 +37,20 @@ class SegmentBook:
         self._tokenizer = tokenizer
         self._by_name: dict[str, dict[Run, tuple[int, ...]]] = {}
 
-    def compile(self, span: SegmentSpan) -> KVSegment:
-        """Return the compiled segment for a span, compiling it if nobody has it."""
+    def compile(self, span: SegmentSpan, *, strict: bool = False) -> KVSegment:
+        """Return the compiled segment for a span, compiling it if nobody has it.
+
+        Args:
+            span: The segment in a prompt.
+            strict: Raise where it cannot be stored; else it is in memory alone then.
+        """
         run = run_of(span)
         found = self.store.get_or_compile(
             self._engine.identity,
             run,
             lambda: self._engine.compile(span.token_ids, span.preamble_ids),
             self.provenance(span),
+            strict=strict,
         )
         self._note(span.name, found)
         return found

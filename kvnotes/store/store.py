@@ -144,6 +144,16 @@ class KVStore:
         self._counters.misses += 1
         return None
 
+    def has(self, identity: ModelIdentity, run: Run) -> str | None:
+        """Return the key under which `find` would return a run, without reading it."""
+        for digest in self._forms(identity.spec.dtype, run):
+            for tenant in self._readers:
+                key = content_key("segment", tenant, identity.fingerprint, digest)
+                held = self.memory.get(key, self._readers) is not None
+                if held or (self.disk is not None and self.disk.has(key)):
+                    return key
+        return None
+
     def get(self, key: str) -> KVSegment | None:
         """Return a compiled segment by its key; None if it is not there, or not for you.
 
@@ -167,10 +177,21 @@ class KVStore:
         run: Run,
         compile: Callable[[], KVSegment],
         provenance: Provenance | None = None,
+        *,
+        strict: bool = False,
     ) -> KVSegment:
         """Return a compiled segment; whoever asks at the same time waits for one compile.
 
-        What cannot be written to the disk is noted in `faults`, and is in memory all the same.
+        Args:
+            identity: The model.
+            run: What its K/V are the K/V of.
+            compile: Called if nobody has it.
+            provenance: The text it is made from.
+            strict: Raise where it cannot be written to the disk. Else that is noted in `faults`,
+                and it is in memory all the same.
+
+        Raises:
+            StorageError: With `strict`, it could not be written.
         """
         found = self.find(identity, run)
         if found is not None:
@@ -179,10 +200,10 @@ class KVStore:
         if self.disk is None:
             with self._lock:
                 found = self.memory.get(key, self._readers)
-                return found if found is not None else self._compiled(compile, provenance)
+                return found if found is not None else self._compiled(compile, provenance, strict)
         with self.disk.lock(key):
             found = self.get(key)
-            return found if found is not None else self._compiled(compile, provenance)
+            return found if found is not None else self._compiled(compile, provenance, strict)
 
     # -- adding ----------------------------------------------------------------------------
 
@@ -287,6 +308,10 @@ class KVStore:
         for member in self._disk("pin").index.members(entry.family):
             self.memory.pin(member, pinned)
 
+    def pinned(self) -> set[str]:
+        """Return the families that are never evicted."""
+        return set() if self.disk is None else self.disk.pinned()
+
     def remove(self, keys: Iterable[str]) -> int:
         """Remove segments of this tenant; return the number of bytes set free on the disk.
 
@@ -318,7 +343,7 @@ class KVStore:
         Raises:
             StorageError: No remote tier, a file is not there, or the connection broke for good.
         """
-        remote, disk, num_pushed = self._remote("push"), self._disk("push"), 0
+        remote, disk, num_pushed = self.remote_tier("push"), self._disk("push"), 0
         for key in keys:
             self._own(key, shared=True)
             told(key)
@@ -334,7 +359,7 @@ class KVStore:
             SegmentFormatError: What came is damaged, or another segment.
             TrustError: No trusted key signed it.
         """
-        disk, remote = self._disk("pull"), self._remote("pull")
+        disk, remote = self._disk("pull"), self.remote_tier("pull")
         with disk.lock(key):
             if disk.has(key):
                 return True
@@ -344,6 +369,18 @@ class KVStore:
             remote.download(file, disk.path(key), disk.root / "partial" / key)
             disk.adopt(key, verify=True)
             return True
+
+    def remote_tier(self, what: str = "reach another machine") -> Remote:
+        """Return the remote tier.
+
+        Raises:
+            StorageError: There is none.
+        """
+        if self.remote is None:
+            raise StorageError(
+                f"cannot {what}: the store has no remote tier", hint="give it a URL: --remote URL"
+            )
+        return self.remote
 
     # -- inside ----------------------------------------------------------------------------
 
@@ -400,7 +437,7 @@ class KVStore:
         )
 
     def _compiled(
-        self, compile: Callable[[], KVSegment], provenance: Provenance | None
+        self, compile: Callable[[], KVSegment], provenance: Provenance | None, strict: bool
     ) -> KVSegment:
         segment = compile()
         self._counters.compiled += 1
@@ -408,6 +445,8 @@ class KVStore:
             self.put(segment, provenance)
         except StorageError as error:
             self._refuse(self._key_of(segment), error)
+            if strict:
+                raise
         return segment
 
     def _write(
@@ -472,13 +511,6 @@ class KVStore:
                 f"cannot {what}: the store has no folder", hint="give KVStore a root folder"
             )
         return self.disk
-
-    def _remote(self, what: str) -> Remote:
-        if self.remote is None:
-            raise StorageError(
-                f"cannot {what}: the store has no remote tier", hint="give it a URL: --remote URL"
-            )
-        return self.remote
 
 
 def remote_path(key: str) -> str:
