@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvnotes.engine.base import SamplingParams
-    from kvnotes.prompt import ErratumStyle, Field, Message, PromptTemplate, SegmentText
+    from kvnotes.prompt import (
+        ErratumStyle,
+        Field,
+        Message,
+        PromptTemplate,
+        SegmentText,
+        tool_segment,
+        tool_text,
+    )
     from kvnotes.session import Model, Scorecard, Session, Turn, load
 
 try:
@@ -27,6 +35,8 @@ _HOMES = {
     "Message": "kvnotes.prompt",
     "PromptTemplate": "kvnotes.prompt",
     "SegmentText": "kvnotes.prompt",
+    "tool_segment": "kvnotes.prompt",
+    "tool_text": "kvnotes.prompt",
     "Model": "kvnotes.session",
     "Scorecard": "kvnotes.session",
     "Session": "kvnotes.session",
@@ -47,6 +57,8 @@ __all__ = [
     "Turn",
     "__version__",
     "load",
+    "tool_segment",
+    "tool_text",
 ]
 
 

@@ -14,6 +14,7 @@ raised once, at the place that knows; `cli` and `server` map it once, from the c
     |- ScenarioError(ValueError)
     |- StorageError(OSError)
     |- TrustError(PermissionError)
+    |- InputError(ValueError)
     `- EngineError(RuntimeError)      OutOfCacheError
 """
 
@@ -129,6 +130,13 @@ class TrustError(KVNotesError, PermissionError):
 
     exit_code = 13
     http_status = 403
+
+
+class InputError(KVNotesError, ValueError):
+    """A prompt, a request or a log of requests cannot be read as one."""
+
+    exit_code = 14
+    http_status = 400
 
 
 class EngineError(KVNotesError, RuntimeError):

@@ -13,6 +13,7 @@ between two equally exact computations, here one-shot prefill against prefix hit
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -42,7 +43,7 @@ MECHANICAL_TOLERANCE = {"float32": 1e-5, "bfloat16": 3e-2, "float16": 4e-3}
 roundoff (4e-3, 5e-4) times the square root of the layers' depth, rounded up."""
 
 LOAD_TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-1, "float16": 2e-2}
-"""The same for the few tokens of `check_engine`, which tells right code from wrong: keys that
+"""The same for the few tokens of `measure_engine`, which tells right code from wrong: keys that
 are not rotated are off by 0.2 or more. Rounding of few tokens in half precision varies: one
 tiny bf16 model in ten is above its mechanical tolerance, SmolLM2 at half of it."""
 
@@ -214,37 +215,68 @@ def floor_of(engine: Engine, whole: Execution, cuts: Iterable[int]) -> tuple[flo
     return tuple(result)
 
 
-def check_engine(engine: Engine) -> float:
-    """Prove on a few tokens that splicing and recomputing are exact on this model.
+@dataclass(frozen=True, slots=True)
+class EngineCheck:
+    """Gaps of an engine's splices and edits to a masked forward, relative to the logit scale.
 
-    Splices one segment behind a prefix, recomputes a token in its middle and deletes one
-    before it; compares the logits with `mask_reference`.
-
-    Returns:
-        The largest gap, relative to the logit scale.
-
-    Raises:
-        UnsupportedModelError: The gap is above the tolerance of the dtype.
+    Args:
+        model_type: The architecture's name.
+        splice_gap: One segment spliced behind a prefix.
+        edit_gap: Then one token deleted before the segment and one in its middle recomputed.
+        tolerance: Largest gap that is allowed; 0 for a dtype that nobody has measured.
     """
+
+    model_type: str
+    splice_gap: float
+    edit_gap: float
+    tolerance: float
+
+    @property
+    def worst(self) -> float:
+        """The largest gap; not a number if one of them is none."""
+        return max(self.splice_gap, self.edit_gap, key=lambda gap: (math.isnan(gap), gap))
+
+    def require(self) -> None:
+        """Refuse the model if a gap is above the tolerance.
+
+        Raises:
+            UnsupportedModelError: Names both gaps and the tolerance.
+        """
+        if not self.worst <= self.tolerance:
+            raise UnsupportedModelError(
+                f"splices on {self.model_type!r} differ from the masked forward by "
+                f"{self.splice_gap:.1e} of the logit scale, edits by {self.edit_gap:.1e}, allowed "
+                f"are {self.tolerance:.0e}",
+                hint="this model's K/V cannot be moved exactly; use it without splices and edits",
+            )
+
+
+def measure_engine(engine: Engine) -> EngineCheck:
+    """Splice and edit a probe of a few tokens; compare the logits with `mask_reference`."""
     step = max(1, engine.spec.vocab_size // 32)
     ids = tuple((7 + i * step) % engine.spec.vocab_size for i in range(22))
     segment = engine.compile(ids[6:16])
     spliced = plan_compose(ids, [Splice("probe", segment.run, 0, 10, 6)], num_seam_tokens=1)
     first = engine.execute(spliced, segments=[segment])
-    gaps = [_gap(engine, first.cache.layout, first.last_logits())]
+    splice_gap = _gap(engine, first.cache.layout, first.last_logits())
     shorter = Plan.prefill((*ids[:4], *ids[5:]))  # one token deleted before the segment
     matches = (Match(0, 0, 4), Match(5, 4, len(ids) - 5))
     edit = plan_keep(first.cache.layout, matches, shorter, strategy="selective", recompute=(8,))
     edited = engine.execute(edit, base=first.cache)
-    gaps.append(_gap(engine, edited.cache.layout, edited.last_logits()))
-    worst, allowed = max(gaps), LOAD_TOLERANCE.get(engine.spec.dtype, 0.0)
-    if not worst <= allowed:
-        raise UnsupportedModelError(
-            f"splices on {engine.spec.model_type!r} differ from the masked forward by {worst:.1e} "
-            f"of the logit scale, allowed are {allowed:.0e}",
-            hint="this model's K/V cannot be moved exactly; use it without splices and edits",
-        )
-    return worst
+    edit_gap = _gap(engine, edited.cache.layout, edited.last_logits())
+    tolerance = LOAD_TOLERANCE.get(engine.spec.dtype, 0.0)
+    return EngineCheck(engine.spec.model_type, splice_gap, edit_gap, tolerance)
+
+
+def check_engine(engine: Engine) -> EngineCheck:
+    """Prove on a few tokens that splicing and recomputing are exact on this model.
+
+    Raises:
+        UnsupportedModelError: A gap is above the tolerance of the dtype.
+    """
+    found = measure_engine(engine)
+    found.require()
+    return found
 
 
 def _gap(engine: Engine, layout: Layout, logits: Tensor) -> float:

@@ -2,7 +2,7 @@
 
     python -m kvnotes.cli.documents docs
 
-Owns docs/scenario.schema.json, docs/run.schema.json and docs/cli.md.
+Owns docs/cli.md and the schemas, docs/*.schema.json.
 """
 
 from __future__ import annotations
@@ -13,8 +13,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
+
 from kvnotes import errors
 from kvnotes.cli import failures
+from kvnotes.cli.doctor_records import DoctorRecord
+from kvnotes.cli.explain_records import ExplainRecord
+from kvnotes.cli.lint_records import LintRecord
 from kvnotes.cli.main import HELP_WIDTH, command_paths, help_text
 from kvnotes.cli.records import RunRecord
 from kvnotes.cli.scenario import Scenario
@@ -54,6 +59,13 @@ def documents() -> dict[str, str]:
     return {
         "scenario.schema.json": _schema(Scenario, "validation", "A kvnotes scenario"),
         "run.schema.json": _schema(RunRecord, "serialization", "What kvnotes run --json prints"),
+        "explain.schema.json": _schema(
+            ExplainRecord, "serialization", "What kvnotes explain --json prints"
+        ),
+        "doctor.schema.json": _schema(
+            DoctorRecord, "serialization", "What kvnotes doctor --json prints"
+        ),
+        "lint.schema.json": _schema(LintRecord, "serialization", "What kvnotes lint --json prints"),
         "cli.md": _CLI.format(help=_help(), codes="\n".join(_codes())),
     }
 
@@ -64,7 +76,7 @@ def main(folder: str) -> None:
         (Path(folder) / name).write_text(text, encoding="utf-8")
 
 
-def _schema(model: type[Scenario] | type[RunRecord], mode: Any, title: str) -> str:
+def _schema(model: type[BaseModel], mode: Any, title: str) -> str:
     schema = model.model_json_schema(mode=mode)
     result = {"$schema": _DIALECT, "title": title, **_tidy(schema)}
     return json.dumps(result, indent=2, ensure_ascii=False) + "\n"
@@ -117,12 +129,15 @@ def _help() -> str:
 def _codes() -> Iterator[str]:
     rows = [
         (0, "", "done"),
+        (failures.FINDINGS_CODE, "", "`kvnotes lint --check` found something"),
         (failures.USAGE_CODE, "", "the command line is wrong"),
         (failures.INTERNAL_CODE, "", "a fault of kvnotes itself"),
         (failures.INTERRUPTED_CODE, "", "interrupted by Ctrl-C"),
         (failures.BROKEN_PIPE_CODE, "", "the reader of the output went away"),
     ]
     for kind in vars(errors).values():
+        if kind is errors.KVNotesError:  # never raised itself
+            continue
         if _is_error(kind) and "exit_code" in vars(kind):  # the others share their base's
             doc = (kind.__doc__ or "").splitlines()[0]
             rows.append((kind.exit_code, f"`{kind.__name__}`", doc))

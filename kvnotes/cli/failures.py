@@ -18,6 +18,8 @@ import typer
 import kvnotes
 from kvnotes.errors import EngineError, KVNotesError, StorageError
 
+FINDINGS_CODE = 1
+"""A check ran and found something; no error raises it."""
 USAGE_CODE = 2
 INTERNAL_CODE = 70
 INTERRUPTED_CODE = 130

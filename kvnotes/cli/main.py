@@ -14,7 +14,19 @@ from typing import Annotated
 import typer
 
 import kvnotes
-from kvnotes.cli.commands import run
+from kvnotes.cli.commands import (
+    chat,
+    compile,
+    completion,
+    doctor,
+    explain,
+    inspect,
+    library,
+    lint,
+    prune,
+    run,
+    verify,
+)
 from kvnotes.cli.failures import guarded
 
 HELP_WIDTH = 90
@@ -48,6 +60,16 @@ def _kvnotes(
 
 
 app.command("run")(run.run)
+app.command("compile")(compile.compile)
+app.add_typer(library.app, name="library")
+app.command("inspect")(inspect.inspect)
+app.command("verify")(verify.verify)
+app.command("prune")(prune.prune)
+app.command("chat")(chat.chat)
+app.command("lint")(lint.lint)
+app.command("explain")(explain.explain)
+app.command("doctor")(doctor.doctor)
+app.command("completion")(completion.completion)
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -87,6 +109,7 @@ def command_paths() -> list[list[str]]:
 
 
 def _call(args: list[str]) -> int:
+    completion.enable()
     code = app(args or ["--help"], prog_name="kvnotes", standalone_mode=False)
     return code if isinstance(code, int) else 0
 

@@ -30,6 +30,12 @@ class Progress:
         sys.stderr.flush()
         self._dirty = True
 
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.clear()
+
     def clear(self) -> None:
         """Remove the line."""
         if self._dirty:

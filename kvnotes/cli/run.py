@@ -83,7 +83,7 @@ class Runner:
         self._say = say
         start = time.perf_counter()
         self._say_segments()
-        self._session = self._new_session()
+        self._session = new_session(self._prepared, self._model)
         self.compile_ms = (time.perf_counter() - start) * 1e3
         spans = self._session.render().segments
         self.compiled = tuple(Compiled(span.name, len(span.token_ids)) for span in spans)
@@ -92,12 +92,12 @@ class Runner:
         """Run all turns; yields those of the last repetition, as they finish."""
         earlier = [self._rehearse(n) for n in range(1, self._repeat)]
         suffix = f", run {self._repeat} of {self._repeat}" if earlier else ""
-        session = self._session if not earlier else self._new_session()
+        session = self._session if not earlier else new_session(self._prepared, self._model)
         for index, done in enumerate(self._turns(session, suffix)):
             yield _over([*(run[index] for run in earlier), done])
 
     def _rehearse(self, number: int) -> list[Done]:
-        session = self._session if number == 1 else self._new_session()
+        session = self._session if number == 1 else new_session(self._prepared, self._model)
         return list(self._turns(session, f", run {number} of {self._repeat}"))
 
     def _turns(self, session: Session, suffix: str) -> Iterator[Done]:
@@ -112,25 +112,6 @@ class Runner:
             record = turn_record(index + 1, str(form.operation_of(spec)), turn)
             yield Done(record, title, (*turn.notices, *_verified(turn)))
 
-    def _new_session(self) -> Session:
-        from kvnotes.session import Session
-
-        scenario = self._prepared.scenario
-        try:
-            return Session(
-                self._model,
-                messages=self._prepared.messages,
-                fields=scenario.fields,
-                segments=self._prepared.segments,
-                strategy=scenario.strategy,
-                num_seam_tokens=scenario.num_seam_tokens,
-                erratum=self._prepared.style,
-                erratum_mode=scenario.erratum_mode,
-                splice=scenario.splice,
-            )
-        except KVNotesError as error:
-            raise located(error, self._prepared.source, ()) from error
-
     def _say_segments(self) -> None:
         if segments := self._prepared.segments.values():
             sizes = (
@@ -138,6 +119,55 @@ class Runner:
                 for s in segments
             )
             self._say(f"compiling {'; '.join(sizes)}")
+
+
+def load_prepared(prepared: Prepared, threads: int | None, say: Say) -> tuple[Model, int]:
+    """Load a scenario's model; its conversion, on first use, shows a bar of its own.
+
+    Args:
+        prepared: The scenario.
+        threads: Number of CPU threads; None leaves it to torch.
+        say: Told what is going on.
+
+    Returns:
+        The model, and how many threads it uses.
+    """
+    from kvnotes.engine.base import set_num_threads
+    from kvnotes.engine.models import resolve_model
+    from kvnotes.session import load
+
+    num_threads = set_num_threads(threads)
+    resolve_model(prepared.model)
+    say(f"loading {prepared.model}")
+    model = load(
+        prepared.model, dtype=prepared.scenario.dtype, chat_template=prepared.chat_template
+    )
+    return model, num_threads
+
+
+def new_session(prepared: Prepared, model: Model) -> Session:
+    """Return the session that a scenario starts with.
+
+    Raises:
+        KVNotesError: The scenario does not fit the model; the message says where.
+    """
+    from kvnotes.session import Session
+
+    scenario = prepared.scenario
+    try:
+        return Session(
+            model,
+            messages=prepared.messages,
+            fields=scenario.fields,
+            segments=prepared.segments,
+            strategy=scenario.strategy,
+            num_seam_tokens=scenario.num_seam_tokens,
+            erratum=prepared.style,
+            erratum_mode=scenario.erratum_mode,
+            splice=scenario.splice,
+        )
+    except KVNotesError as error:
+        raise located(error, prepared.source, ()) from error
 
 
 def run_turn(session: Session, index: int, spec: BaseModel, *, compare: bool) -> Turn:

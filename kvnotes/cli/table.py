@@ -221,12 +221,17 @@ class Table:
         self._print(text, INDENT)
 
     def _print(self, line: Text, indent: int = 0) -> None:
-        if not line:
-            self._console.print()
-            return
-        for part in line.wrap(self._console, self._console.width - indent):
-            part.rstrip()
-            self._console.print(Text(" " * indent).append_text(part))
+        print_wrapped(self._console, line, indent)
+
+
+def print_wrapped(console: Console, line: Text, indent: int = 0) -> None:
+    """Print a line, or more where it is longer than the console is wide."""
+    if not line:
+        console.print()
+        return
+    for part in line.wrap(console, console.width - indent):
+        part.rstrip()
+        console.print(Text(" " * indent).append_text(part))
 
 
 def clean(text: str, newline: str = "\n") -> str:

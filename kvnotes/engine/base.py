@@ -203,6 +203,27 @@ class Engine(ABC):
         """Compute everything from nothing: the exact reference."""
         return self.execute(Plan.prefill(token_ids))
 
+    def sources_of(
+        self, plan: Plan, base: KVCache | None, segments: Iterable[KVSegment]
+    ) -> list[KVSegment]:
+        """Return the segments that a plan may reuse, after the checks that come before any work.
+
+        Raises:
+            EngineError: The plan has no steps.
+            SpecMismatchError: A source belongs to another model.
+            OutOfCacheError: The target is longer than the model's context.
+        """
+        self.check_length(len(plan.token_ids), "the prompt")
+        if not plan.steps:
+            raise EngineError("the prompt is empty: no token to compute", hint="add a message")
+        sources = [*(base.sources if base is not None else ()), *segments]
+        for segment in sources:
+            if segment.identity is not self.identity:
+                self.identity.check_same(
+                    segment.identity, f"a segment of {segment.num_tokens} tokens"
+                )
+        return sources
+
     def check_length(self, num_tokens: int, what: str) -> None:
         """Refuse what does not fit, before any work.
 

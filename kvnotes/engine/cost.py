@@ -1,40 +1,108 @@
-"""Measure what this machine does, for predicted costs; a few milliseconds at load."""
+"""Measure what this machine does, for predicted costs: some 30 ms at load.
+
+Four samples, each of the very code that a plan runs: a whole pass over a few tokens, which
+loading has just made; the first layer over a few and over many tokens; attention over a
+cache; one layer's K/V moved. A matrix product alone would not do: it leaves out what a pass
+costs whatever its length (weights read from memory, or unpacked from half precision), which
+is most of the time of an edit.
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
+from kvnotes.engine.attention import packed_attention
 from kvnotes.plan import CostModel
+from kvnotes.rope import Rotary, turn_keys
 from kvnotes.spec import ModelSpec
 
-PROBE_ROWS = 64
-"""Rows of the probe product: the size of a turn, where prefill is not yet at its best."""
+NUM_FEW, NUM_MANY = 16, 128
+"""Tokens of the passes over one layer; their difference is what tokens cost. Both have
+warm weights, so what a pass costs by itself drops out."""
+
+NUM_QUERIES, NUM_KEYS = 64, 1024
+"""Size of the attention sample: a turn over a prompt."""
+
+NUM_MOVED = 2048
+"""Tokens of the sample that is moved: more than the second-level cache holds."""
+
+MAX_FIXED_SHARE = 0.875
+"""Most of the longer layer pass that counts as fixed cost. A disturbed measurement can
+otherwise make tokens free, and then no splice would seem to pay."""
 
 
-def measure_cost(spec: ModelSpec, dtype: torch.dtype) -> CostModel:
-    """Return a cost model from one matrix product and one copy, both timed here and now."""
-    width = spec.hidden_size
-    left, right = torch.randn(PROBE_ROWS, width).to(dtype), torch.randn(width, width).to(dtype)
-    flops_per_ms = 2 * PROBE_ROWS * width * width / _best_ms(lambda: left @ right)
-    source = torch.zeros(1 << 20, dtype=dtype)
-    target = torch.empty_like(source)
-    bytes_per_ms = source.numel() * source.element_size() / _best_ms(lambda: target.copy_(source))
-    attention = 4 * spec.num_attention_heads * sum(layer.head_dim for layer in spec.layers)
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """What can be timed of a model.
+
+    Args:
+        num_tokens: Tokens of a whole pass that has run.
+        whole_ms: Its time.
+        run_layer: Runs the first layer over a number of tokens.
+        layer_share: How much of a whole pass's layers that is.
+        tokens_per_pass: Most tokens that the engine computes in one pass.
+    """
+
+    num_tokens: int
+    whole_ms: float
+    run_layer: Callable[[int], None]
+    layer_share: float
+    tokens_per_pass: int
+
+
+def measure_cost(spec: ModelSpec, rotary: Rotary, dtype: torch.dtype, passes: Passes) -> CostModel:
+    """Return the cost model of a model on this machine, at the speed it has now."""
+    few = _best_ms(lambda: passes.run_layer(NUM_FEW))
+    many = _best_ms(lambda: passes.run_layer(NUM_MANY))
+    per_pair = _attention_ms(spec, dtype)
+    added = max(many - few, (1 - MAX_FIXED_SHARE) * many) / passes.layer_share
+    num_pairs = (NUM_MANY**2 - NUM_FEW**2) / 2
+    num_added = NUM_MANY - NUM_FEW
+    per_token = max(added - num_pairs * per_pair, added / 2) / num_added
+    fixed = passes.whole_ms - passes.num_tokens * per_token
     return CostModel(
-        ms_per_token=2 * spec.num_parameters / flops_per_ms,
-        ms_per_pair=attention / flops_per_ms,
-        ms_per_moved_token=2 * spec.nbytes_per_token(source.element_size()) / bytes_per_ms,
-        ms_per_pass=spec.num_parameters * source.element_size() / bytes_per_ms,
+        ms_per_token=per_token,
+        ms_per_pair=per_pair,
+        ms_per_moved_token=_moving_ms(spec, rotary, dtype),
+        ms_per_pass=max(fixed, passes.whole_ms / 2),
+        tokens_per_pass=passes.tokens_per_pass,
     )
 
 
-def _best_ms(operation: object, repeats: int = 3) -> float:
-    assert callable(operation)
+def _attention_ms(spec: ModelSpec, dtype: torch.dtype) -> float:
+    """Time of attention per pair of a query and a key, all layers."""
+    layer, heads = spec.layers[0], spec.num_attention_heads
+    query = torch.full((1, heads, NUM_QUERIES, layer.head_dim), 0.01, dtype=dtype)
+    keys = torch.full((1, layer.num_kv_heads, NUM_KEYS, layer.head_dim), 0.01, dtype=dtype)
+    mask = torch.zeros(1, 1, NUM_QUERIES, NUM_KEYS, dtype=dtype)
+    module = torch.nn.Module()
+    best = _best_ms(lambda: packed_attention(module, query, keys, keys, mask))
+    return spec.num_layers * best / (NUM_QUERIES * NUM_KEYS)
+
+
+def _moving_ms(spec: ModelSpec, rotary: Rotary, dtype: torch.dtype) -> float:
+    """Time of moving the K/V of one token, all layers."""
+    layer, size = spec.layers[0], min(NUM_MOVED, spec.max_positions // 2)
+    source = torch.full((layer.num_kv_heads, size, layer.head_dim), 0.01, dtype=dtype)
+    keys, values = torch.empty_like(source), torch.empty_like(source)
+    turn = rotary.turn(torch.arange(size), torch.arange(size) + 1)
+
+    def move() -> None:
+        turn_keys([source], turn, spec.rope, [keys])
+        values.copy_(source)
+
+    return spec.num_layers * _best_ms(move) / size
+
+
+def _best_ms(operation: Callable[[], object], repeats: int = 2) -> float:
+    """Return the shortest time, which the least disturbed run has."""
     times: list[float] = []
-    for _ in range(repeats + 1):
+    for _ in range(repeats):
         start = time.perf_counter()
         operation()
         times.append((time.perf_counter() - start) * 1e3)
-    return max(min(times[1:]), 1e-6)
+    return max(min(times), 1e-6)

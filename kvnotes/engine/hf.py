@@ -19,14 +19,14 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from kvnotes.engine.attention import use_packed_attention
 from kvnotes.engine.base import Engine, Execution, Executor, SamplingParams, Stopwatch
-from kvnotes.engine.cost import measure_cost
-from kvnotes.engine.discover import check_supported, discover
+from kvnotes.engine.cost import Passes, measure_cost
+from kvnotes.engine.discover import NUM_PROBE_TOKENS, check_supported, discover
 from kvnotes.engine.execute import place, settle, target_buffer
 from kvnotes.engine.generate import TokenStream
 from kvnotes.errors import EngineError
 from kvnotes.plan import Compute, Match, Plan, Run
 from kvnotes.segment import Buffer, BufferPool, KVCache, KVSegment
-from kvnotes.spec import ModelIdentity
+from kvnotes.spec import ModelIdentity, ModelSpec
 
 PREFILL_CHUNK = 512
 """Tokens per forward: activations stay in the cache of the CPU (SmolLM2, 1.5k tokens, one
@@ -105,9 +105,20 @@ class HFEngine(Engine):
         names = inspect.signature(model.forward).parameters
         self._cache_name = "cache" if "cache" in names else "past_key_values"
         use_packed_attention(model, self._probe_forward)
-        spec, self.rotary = discover(model, self._probe_forward)
+        times: list[float] = []
+
+        def timed_forward(ids: list[int], positions: Tensor) -> list[tuple[Tensor, Tensor]]:
+            watch = Stopwatch()
+            layers = self._probe_forward(ids, positions)
+            times.append(watch.elapsed_ms)
+            return layers
+
+        spec, self.rotary = discover(model, timed_forward)
         self.identity = ModelIdentity(spec, weights_digest, adapter, quantization)
-        self.cost = measure_cost(spec, model.dtype)
+        passes = Passes(
+            NUM_PROBE_TOKENS, min(times), self._run_layer, _layer_share(spec), PREFILL_CHUNK
+        )
+        self.cost = measure_cost(spec, self.rotary, model.dtype, passes)
         self._pool = BufferPool(spec, model.dtype)
         self._depth = max(1, round(NOTE_DEPTH_SHARE * spec.num_layers))
 
@@ -137,15 +148,7 @@ class HFEngine(Engine):
         executor: Executor = "fast",
     ) -> Execution:
         watch = Stopwatch()
-        self.check_length(len(plan.token_ids), "the prompt")
-        if not plan.steps:
-            raise EngineError("the prompt is empty: no token to compute", hint="add a message")
-        sources = [*(base.sources if base is not None else ()), *segments]
-        for segment in sources:
-            if segment.identity is not self.identity:
-                self.identity.check_same(
-                    segment.identity, f"a segment of {segment.num_tokens} tokens"
-                )
+        sources = self.sources_of(plan, base, segments)
         if executor == "loop":
             buffer, logits = self._run_loop(plan, sources)
         else:
@@ -318,6 +321,21 @@ class HFEngine(Engine):
         self._call(ids, positions, Cache(layers=layers), mask, 1)
         return [(layer.keys[0], layer.values[0]) for layer in layers]
 
+    def _run_layer(self, num_tokens: int) -> None:
+        """Run the first layer, and the second up to its keys, over some tokens."""
+        layers = [
+            _ProbeLayer(
+                torch.empty(layer.num_kv_heads, 0, layer.head_dim, dtype=self.model.dtype),
+                torch.empty(layer.num_kv_heads, 0, layer.head_dim, dtype=self.model.dtype),
+                i == 1,
+            )
+            for i, layer in enumerate(self.spec.layers)
+        ]
+        ids = [i % self.spec.vocab_size for i in range(num_tokens)]
+        positions = torch.arange(num_tokens)
+        with suppress(_StopForward):
+            self._call(ids, positions, Cache(layers=layers), self._causal(positions, num_tokens), 1)
+
     def _run_loop(self, plan: Plan, sources: list[KVSegment]) -> tuple[Buffer, Tensor]:
         """The plain reference: steps left to right, one cache that grows by concatenation."""
         layers = [DynamicLayer() for _ in range(self.spec.num_layers)]
@@ -350,3 +368,12 @@ class HFEngine(Engine):
         lowest = torch.finfo(self.model.dtype).min
         mask = torch.zeros(visible.shape, dtype=self.model.dtype)
         return mask.masked_fill_(~visible, lowest)[None, None]
+
+
+def _layer_share(spec: ModelSpec) -> float:
+    """How much of all layers the first one is, with the next one's queries, keys and values."""
+    if spec.num_layers == 1:
+        return 1.0
+    layer = spec.layers[1]
+    num_columns = (spec.num_attention_heads + 2 * layer.num_kv_heads) * layer.head_dim
+    return 1 / spec.num_layers + spec.hidden_size * num_columns / max(1, spec.num_parameters)

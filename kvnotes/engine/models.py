@@ -152,15 +152,11 @@ def load_model_and_tokenizer(resolved: ResolvedModel, *, dtype: str | None = Non
         raise EngineError(f"no dtype {dtype!r}", hint=nearest(dtype, DTYPES))
     path = _checked_folder(resolved.path)
     read_tensor_entries(path)
-    if not any((path / name).is_file() for name in _TOKENIZER_FILES):
-        raise ModelNotFoundError(
-            f"{path} has no tokenizer: none of {', '.join(_TOKENIZER_FILES)}",
-            hint="copy the tokenizer files of the model into its folder",
-        )
+    _check_tokenizer_files(path)
 
     import torch
     from safetensors import SafetensorError
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     with quiet_transformers():
@@ -171,8 +167,7 @@ def load_model_and_tokenizer(resolved: ResolvedModel, *, dtype: str | None = Non
                     f"{path} holds a {config.model_type!r} model, which does not generate text",
                     hint="use a causal language model",
                 )
-        with _explained(path, "tokenizer", SegmentFormatError):
-            tokenizer = AutoTokenizer.from_pretrained(path, **local)
+        tokenizer = _read_tokenizer(path)
         with _explained(path, "weights", SegmentFormatError, SafetensorError):
             model, report = AutoModelForCausalLM.from_pretrained(
                 path,
@@ -189,6 +184,37 @@ def load_model_and_tokenizer(resolved: ResolvedModel, *, dtype: str | None = Non
         )
     model.eval().requires_grad_(False)
     return LoadedModel(model, tokenizer)
+
+
+def load_tokenizer(resolved: ResolvedModel) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a resolved model, without its weights.
+
+    Args:
+        resolved: What `resolve_model` returned.
+
+    Raises:
+        ModelNotFoundError: The folder has no tokenizer.
+        SegmentFormatError: A file of the tokenizer is damaged.
+    """
+    path = _checked_folder(resolved.path)
+    _check_tokenizer_files(path)
+    with quiet_transformers():
+        return _read_tokenizer(path)
+
+
+def _check_tokenizer_files(path: Path) -> None:
+    if not any((path / name).is_file() for name in _TOKENIZER_FILES):
+        raise ModelNotFoundError(
+            f"{path} has no tokenizer: none of {', '.join(_TOKENIZER_FILES)}",
+            hint="copy the tokenizer files of the model into its folder",
+        )
+
+
+def _read_tokenizer(path: Path) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer
+
+    with _explained(path, "tokenizer", SegmentFormatError):
+        return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
 
 
 @contextmanager

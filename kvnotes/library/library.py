@@ -3,10 +3,9 @@
 Owns `Library`: the catalogue beside a store's files, and carrying both to other machines.
 Needs no model; `compiling` does.
 
-    <store>/library/shared/refunds/3.json     the catalogue of everybody
-    <store>/library/t-1f0c.../...             that of one tenant
-    <remote>/library/.../3.json               the same, pushed last: a skill is there or not
-    <remote>/library/.../3/<key>              one small file for each compiled segment
+    <store>/library/refunds/3.json      the catalogue; each tenant has its own
+    <remote>/library/refunds/3.json     the same, pushed last: a skill is there or not
+    <remote>/library/refunds/3/<key>    one small file for each compiled segment
 """
 
 from __future__ import annotations
@@ -18,7 +17,9 @@ from kvnotes.errors import StorageError, UnknownSegmentError
 from kvnotes.library.catalog import Catalog, parse_record
 from kvnotes.library.skill import Skill, parse_ref
 from kvnotes.prompt import SegmentText
-from kvnotes.store import SHARED, Entry, KVStore, digest_text
+from kvnotes.store import Entry, KVStore, digest_text
+from kvnotes.store.records import sealed, unsealed
+from kvnotes.store.relay import remote_folder
 
 Told = Callable[[str], None]
 """Told what is going on, for a progress line."""
@@ -66,8 +67,10 @@ class Library:
                 "a library needs a store with a folder", hint="kvnotes.load(..., store=FOLDER)"
             )
         self.store = store
-        self._place = f"library/{_folder_of(store.tenant)}"
-        self.catalog = Catalog(store.disk.root / self._place)
+        self.catalog = Catalog(store.disk.root / "library", store.disk.trust)
+        self._trust = store.disk.trust
+        self._place = f"{remote_folder(store.tenant)}library"
+        self._texts = f"{remote_folder(store.tenant)}texts"
 
     # -- skills ----------------------------------------------------------------------------
 
@@ -150,9 +153,11 @@ class Library:
             header = store.header(entry.key)
             text = None if header is None else store.text(header)
             if header is not None and text is not None and not header.provenance.text:
-                remote.write(f"texts/{header.provenance.text_sha256}", _encoded(text))
+                digest = header.provenance.text_sha256
+                remote.write(f"{self._texts}/{digest}", sealed(_encoded(text), self._trust))
             remote.write(self._marker(shelf.skill, entry.key), entry.fingerprint.encode())
-        remote.write(self._record(shelf.skill), shelf.skill.to_json().encode())
+        record = sealed(shelf.skill.to_json().encode(), self._trust)
+        remote.write(self._record(shelf.skill), record)
         return num_pushed
 
     def pull(
@@ -178,7 +183,8 @@ class Library:
             raise UnknownSegmentError(
                 f"{remote.url} has no skill {ref!r}", hint="push it there first, or check the name"
             )
-        skill = parse_record(content, f"{remote.url}: {name}/{version}.json")
+        where = f"{remote.url}: {name}/{version}.json"
+        skill = parse_record(unsealed(content, self._trust, where), where)
         if (skill.name, skill.version) != (name, version):
             raise UnknownSegmentError(
                 f"{remote.url} has the skill {skill.ref!r} under the name {name}@{version}",
@@ -204,10 +210,12 @@ class Library:
             return
         digest = header.provenance.text_sha256
         if digest and store.text(header) is None:
-            content = store.remote_tier().read(f"texts/{digest}")
-            text = None if content is None else content.decode("utf-8", "surrogatepass")
-            if text is not None and digest_text(text) == digest:
-                store.keep_text(text)
+            place = f"{self._texts}/{digest}"
+            content = store.remote_tier().read(place)
+            if content is not None:
+                text = unsealed(content, self._trust, place).decode("utf-8", "surrogatepass")
+                if digest_text(text) == digest:
+                    store.keep_text(text)
 
     def _latest(self, name: str) -> int:
         files = self.store.remote_tier().files(f"{self._place}/{name}")
@@ -220,10 +228,6 @@ class Library:
 
     def _marker(self, skill: Skill, key: str) -> str:
         return f"{self._place}/{skill.name}/{skill.version}/{key}"
-
-
-def _folder_of(tenant: str) -> str:
-    return "shared" if tenant == SHARED else f"t-{digest_text(tenant)[:32]}"
 
 
 def _encoded(text: str) -> bytes:

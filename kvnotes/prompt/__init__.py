@@ -10,6 +10,7 @@ from kvnotes.prompt.spans import Rewrite, SegmentSpan, Span, TokenizedPrompt
 from kvnotes.prompt.stream import StreamDecoder
 from kvnotes.prompt.template import PromptTemplate
 from kvnotes.prompt.tokenizer import PromptTokenizer
+from kvnotes.prompt.tools import tool_name, tool_segment, tool_text
 
 __all__ = [
     "Arranged",
@@ -27,4 +28,7 @@ __all__ = [
     "TemplateCapabilities",
     "TokenizedPrompt",
     "arrange",
+    "tool_name",
+    "tool_segment",
+    "tool_text",
 ]

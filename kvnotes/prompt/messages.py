@@ -114,6 +114,8 @@ class Message:
         trusted: Whether content may have slots; None means system messages only. In untrusted
             content braces are plain text and control strings are escaped.
         erratum_of: The message is an erratum of this field.
+        retracts: The message says that the message of this id no longer holds; "" where that
+            one is gone already.
         pinned: (field, value) pairs that this message shows whatever the current values are.
         generated_ids: An assistant message as generated; these ids are authoritative and
             `content` is not read. Includes the end token if it was generated.
@@ -125,6 +127,7 @@ class Message:
     segment: str | None = None
     trusted: bool | None = None
     erratum_of: str | None = None
+    retracts: str | None = None
     pinned: tuple[tuple[str, str], ...] = ()
     generated_ids: tuple[int, ...] | None = None
 
@@ -160,6 +163,11 @@ class Message:
                 f"{where} is an erratum of {self.erratum_of!r} and is not trusted",
                 hint="errata are trusted templates; leave trusted as None",
             )
+        if self.retracts is not None and (not self.is_trusted or self.erratum_of is not None):
+            raise TemplateError(
+                f"{where} retracts {self.retracts!r}, and is untrusted or an erratum of a field",
+                hint="a retraction is a trusted message of its own",
+            )
 
     @property
     def slots(self) -> tuple[slots.Slot, ...]:
@@ -183,7 +191,12 @@ class Message:
             return False
         if self.trusted is not None:
             return self.trusted
-        return self.role == "system" or self.erratum_of is not None or self.segment is not None
+        return self.role == "system" or self.is_erratum or self.segment is not None
+
+    @property
+    def is_erratum(self) -> bool:
+        """Whether the message only corrects what stands before it."""
+        return self.erratum_of is not None or self.retracts is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,6 +266,7 @@ class ErratumStyle:
         marker: What every erratum begins with; neutralised in untrusted text.
         template: One line with `{{value}}` once and `{field}` for the field's name.
         append_template: The same with `{revision}`, for errata that replace earlier ones.
+        retraction: What follows the marker where a tool is retracted; one line with `{tool}`.
     """
 
     marker: str = "[STATE UPDATE]"
@@ -261,6 +275,7 @@ class ErratumStyle:
         _CLAIM + "this overrides any earlier value (revision {revision}, replaces all earlier). "
         "Apply the current value."
     )
+    retraction: str = "The tool {tool} is no longer available. Do not call it."
 
     def __post_init__(self) -> None:
         if len(re.sub(r"\W", "", self.marker)) < 3 or _LINE_BREAKS.search(self.marker):
@@ -286,6 +301,16 @@ class ErratumStyle:
                 f"erratum append_template {self.append_template!r} has no {{revision}}",
                 hint="the revision tells the model which of several errata holds",
             )
+        if (
+            "{tool}" not in self.retraction
+            or "{{" in self.retraction
+            or _LINE_BREAKS.search(self.retraction)
+        ):
+            raise TemplateError(
+                f"erratum retraction {self.retraction!r} is not one line that holds {{tool}} and "
+                "no slot",
+                hint="see ErratumStyle() for a retraction that works",
+            )
 
     def message(self, field: str, *, revision: int | None, id: str) -> Message:
         """Build the erratum message of a field, with a slot for its value.
@@ -307,3 +332,14 @@ class ErratumStyle:
         ]
         content = f"{named[0]}{{{{{field}}}}}{named[1]}"
         return Message("system", content, id=id, erratum_of=field)
+
+    def retract(self, tool: str, message_id: str, *, id: str) -> Message:
+        """Build the message that takes a tool back.
+
+        Args:
+            tool: Name of the tool.
+            message_id: The message that shows it.
+            id: Id of the new message.
+        """
+        content = f"{self.marker} {self.retraction.replace('{tool}', tool)}"
+        return Message("system", content, id=id, retracts=message_id)

@@ -64,3 +64,8 @@ def parse(text: str, where: str) -> tuple[str | Slot, ...]:
     if literal:
         parts.append(literal)
     return tuple(parts)
+
+
+def escape(text: str) -> str:
+    """Return trusted text that shows `text` as it is: its braces open no slot."""
+    return text.replace("{{", "\\{{")

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from kvnotes.prompt.spans import TokenizedPrompt
     from kvnotes.prompt.tokenizer import PromptTokenizer
 
+_SHOWN = 40
+
 
 @dataclass(frozen=True, slots=True)
 class PromptTemplate:
@@ -104,23 +106,39 @@ class PromptTemplate:
             hint=nearest(name, (segment.name for segment in self.segments)),
         )
 
+    def with_segment(self, segment: SegmentText) -> PromptTemplate:
+        """Return a template that holds a segment; its name may have been that of an unused one.
+
+        Raises:
+            TemplateError: The prompt uses the name for another text.
+        """
+        held = next((s for s in self.segments if s.name == segment.name), None)
+        if held == segment:
+            return self
+        used = any(slot == Slot("segment", segment.name) for slot, _ in self._slots())
+        if held is not None and used:
+            raise TemplateError(
+                f"segment {segment.name!r} is in use with {_difference(held, segment)}",
+                hint="give the new one another name, such as a version, or delete the messages "
+                "that use the old one",
+            )
+        others = (s for s in self.segments if s is not held)
+        return replace(self, segments=(*others, segment))
+
     def append(self, message: Message) -> PromptTemplate:
         """Return a template with one more message at the end."""
         return replace(self, messages=(*self.messages, message))
 
-    def insert(self, index: int, message: Message) -> PromptTemplate:
-        """Return a template with a message before the message at `index`."""
-        if not 0 <= index <= len(self.messages):
-            raise TemplateError(
-                f"index {index} is outside the template, which has {len(self.messages)} messages",
-                hint=f"use 0 to {len(self.messages)}",
-            )
+    def insert(self, message: Message, before: str | None) -> PromptTemplate:
+        """Return a template with one more message before another one, or at the end."""
+        index = len(self.messages) if before is None else self._index(before)
         return replace(self, messages=(*self.messages[:index], message, *self.messages[index:]))
 
     def remove(self, message_id: str) -> PromptTemplate:
-        """Return a template without a message."""
-        index = self._index(message_id)
-        return replace(self, messages=self.messages[:index] + self.messages[index + 1 :])
+        """Return a template without a message, and without what retracts it."""
+        self._index(message_id)
+        kept = (m for m in self.messages if message_id not in (m.id, m.retracts))
+        return replace(self, messages=tuple(kept))
 
     def replace(self, message_id: str, message: Message) -> PromptTemplate:
         """Return a template with another message in its place; it keeps the id if it has none."""
@@ -141,8 +159,13 @@ class PromptTemplate:
         return replace(self, messages=(*rest[:target], moved, *rest[target:]))
 
     def without_errata(self) -> PromptTemplate:
-        """Return the clean reference: no errata and no pinned values."""
-        kept = (replace(m, pinned=()) for m in self.messages if m.erratum_of is None)
+        """Return the clean reference: no errata, nothing that is retracted, no pinned values."""
+        retracted = {m.retracts for m in self.messages}
+        kept = (
+            replace(m, pinned=())
+            for m in self.messages
+            if not m.is_erratum and m.id not in retracted
+        )
         return replace(self, messages=tuple(kept), pinned=())
 
     def render(
@@ -188,6 +211,19 @@ class PromptTemplate:
             f"the template has no message {message_id!r}",
             hint=nearest(message_id, (message.id for message in self.messages)),
         )
+
+
+def _difference(held: SegmentText, given: SegmentText) -> str:
+    """Return both sides of the first part in which two segments differ, from there on."""
+    for part in ("text", "preamble", "variants"):
+        old, new = str(getattr(held, part)), str(getattr(given, part))
+        if old != new:
+            pairs = enumerate(zip(old, new, strict=False))
+            first = next((i for i, (a, b) in pairs if a != b), min(len(old), len(new)))
+            start = max(0, first - _SHOWN // 2)
+            sides = [repr(text[start : start + _SHOWN]) for text in (old, new)]
+            return f"the {part} {sides[0]} at character {start}, and is given with {sides[1]}"
+    raise AssertionError("the segments are equal")
 
 
 def _with_ids(messages: Iterable[Message]) -> tuple[Message, ...]:

@@ -123,14 +123,19 @@ class PromptTokenizer:
         other._use_style(style)
         return other
 
-    def for_session(self, style: ErratumStyle) -> PromptTokenizer:
-        """Return the tokenizer of one session: its erratum style, its clock frozen now.
+    def for_session(self, style: ErratumStyle, clock: datetime | None = None) -> PromptTokenizer:
+        """Return the tokenizer of one session: its erratum style, its clock frozen.
 
         A clock that was set is kept. Templates that show no time are shared.
+
+        Args:
+            style: Wording of errata.
+            clock: The time of a session that goes on; None is now.
         """
         other = self.with_erratum_style(style)
-        if self._chat is not None and self._chat.shows_time and self._chat.clock is None:
-            other._chat = self._chat.at(datetime.now())
+        shows_time = self._chat is not None and self._chat.shows_time
+        if self._chat is not None and shows_time and (clock or self._chat.clock is None):
+            other._chat = self._chat.at(clock or datetime.now())
             other.__dict__.pop("shape", None)  # made of rendered text, which has a date in it
         return other
 

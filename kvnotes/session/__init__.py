@@ -1,6 +1,7 @@
 """Sessions: live conversations whose fields are edited and whose segments are spliced."""
 
-from kvnotes.session.loaded import Model, SegmentBook, load
+from kvnotes.session.book import SegmentBook
+from kvnotes.session.loaded import Model, load
 from kvnotes.session.report import Comparison, Decision, Evidence, Turn, Verification
 from kvnotes.session.session import Session
 from kvnotes.session.strategy import Scorecard

@@ -8,6 +8,7 @@ isolation, by an explicit declaration.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
 
 from kvnotes.engine.base import Engine
 from kvnotes.plan import Run, num_equal
@@ -15,6 +16,9 @@ from kvnotes.prompt import PromptTokenizer, SegmentSpan
 from kvnotes.segment import KVSegment
 from kvnotes.store import KVStore, Provenance, digest_text
 from kvnotes.store.header import FieldSpan, canonical_json
+
+MAX_VERSION_DIGITS = 9
+"""What follows the @ of a name is a version if it has no more digits."""
 
 
 class SegmentBook:
@@ -49,7 +53,7 @@ class SegmentBook:
             self._engine.identity,
             run,
             lambda: self._engine.compile(span.token_ids, span.preamble_ids),
-            self.provenance(span),
+            lambda: self.provenance(span),
             strict=strict,
         )
         self._note(span.name, found)
@@ -61,6 +65,7 @@ class SegmentBook:
         Raises:
             SpecMismatchError: Another model computed it.
             LineageError: It saw more than its declared preamble.
+            StorageError: It cannot be written to the disk; it is in memory then.
         """
         self._engine.identity.check_same(segment.identity, f"segment {name!r}")
         self.store.put(segment, Provenance(name=name))
@@ -86,9 +91,10 @@ class SegmentBook:
     def provenance(self, span: SegmentSpan) -> Provenance:
         """Return what a stored file says about the text of a span.
 
-        Variants of one text are a family: the text is stored once, beside them.
+        Variants of one text are a family.
         """
         name, _, version = span.name.partition("@")
+        numbered = version.isascii() and version.isdigit() and len(version) <= MAX_VERSION_DIGITS
         fields: tuple[FieldSpan, ...] = ()
         if self._tokenizer is not None and span.fields:
             piece = self._tokenizer.piece(span.text)
@@ -104,12 +110,11 @@ class SegmentBook:
         digest, family = digest_text(span.text), ""
         if span.variant_values:
             names = [field for field, _ in span.variant_values]
-            family = digest_text(canonical_json([self.store.tenant, span.name, names, digest]))
-            self.store.keep_text(span.text)
+            family = digest_text(canonical_json([span.name, names, digest]))
         return Provenance(
-            name=name if version.isdigit() else span.name,
-            version=int(version) if version.isdigit() else 0,
-            text="" if family else span.text,
+            name=name if numbered else span.name,
+            version=int(version) if numbered else 0,
+            text=span.text,
             text_sha256=digest,
             role=span.role,
             tokenizer=self._tokenizer.identity if self._tokenizer else "",
@@ -118,13 +123,19 @@ class SegmentBook:
             family=family,
         )
 
+    def known(self) -> Iterator[tuple[str, Run, tuple[int, ...]]]:
+        """Yield name, run and preamble of every segment that was compiled or added here."""
+        for name, runs in list(self._by_name.items()):
+            for run, preamble_ids in list(runs.items()):
+                yield name, run, preamble_ids
+
     @property
     def nbytes(self) -> int:
-        """Bytes of all compiled K/V in memory."""
-        return self.store.memory.nbytes
+        """Bytes of all compiled K/V in memory that this tenant may see."""
+        return self.store.memory.nbytes_of(self.store.readers)
 
     def __len__(self) -> int:
-        return len(self.store.memory.keys())
+        return len(self.store.memory.keys(self.store.readers))
 
     def _note(self, name: str, segment: KVSegment) -> None:
         self._by_name.setdefault(name, {})[segment.run] = segment.preamble_ids

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import datetime
 
 from kvnotes.engine.base import Execution, Stopwatch
 from kvnotes.errors import EngineError
@@ -18,7 +19,7 @@ from kvnotes.segment import KVCache, KVSegment
 from kvnotes.session.compare import clean_state
 from kvnotes.session.edits import MAX_APPENDED_ERRATA, ErratumMode, PromptState, num_errata
 from kvnotes.session.loaded import Model
-from kvnotes.session.operations import Edit, Operation, effective, fold
+from kvnotes.session.operations import Edit, Operation, corrects, effective, fold
 from kvnotes.session.planner import Live, Planner, blocks_of, judging
 from kvnotes.session.report import Evidence, Turn, Verification
 from kvnotes.session.setup import variant_values
@@ -37,6 +38,7 @@ class Conversation:
         style: Wording of errata.
         mode: Whether errata rewrite what is cached.
         scorecard: What is proved about the model.
+        clock: Time that the chat template shows; None is now.
     """
 
     def __init__(
@@ -49,18 +51,20 @@ class Conversation:
         style: ErratumStyle,
         mode: ErratumMode,
         scorecard: Scorecard | None,
+        clock: datetime | None = None,
     ) -> None:
         self.model = model
         self.base = base
         self.planner = planner
         self.strategy = strategy
         self.style = style
-        self.tokenizer = model.tokenizer.for_session(style)
+        self.tokenizer = model.tokenizer.for_session(style, clock)
         self.mode: ErratumMode = mode
         self.scorecard = scorecard
         self.waiting: tuple[Operation, ...] = ()
         self.live: Live | None = None
         self.previous: dict[str, str] = {}
+        self.lost = ""  # why a cache that was there before is not there now
         self.busy = False
         self._segments: tuple[KVSegment, ...] = ()
 
@@ -77,13 +81,22 @@ class Conversation:
         """Return the prompt of the current values: no errata, nothing pinned."""
         return self.render(clean_state(state), True)
 
-    def change(self, op: str, operation: Operation) -> Turn:
-        """Add a change to those that wait; return what it alone would do now."""
+    def change(self, op: str, *operations: Operation, segment: str | None = None) -> Turn:
+        """Add changes to those that wait; return what all of them would do now.
+
+        Args:
+            op: Name of the change, for the report.
+            operations: The changes.
+            segment: A segment that comes with them: it is compiled first.
+        """
         before = self.waiting
-        self.waiting = (*before, operation)
+        self.waiting = (*before, *operations)
         try:
             choice = self.choose(self.waiting)
-            prompt = self.render(self.folded(choice.strategy), False)
+            state = self.folded(choice.strategy)
+            if segment is not None:
+                self.compile(state, segment)
+            prompt = self.render(state, False)
             return self.turn(op, self.plan(choice, prompt), choice, prompt)
         except BaseException:
             self.waiting = before
@@ -139,7 +152,7 @@ class Conversation:
         turn = replace(turn, ttft_ms=ttft_ms, verification=verification)
         changed = {n: v for n, v in self.base.values.items() if state.values[n] != v}
         self.previous = changed or self.previous
-        self.base, self.waiting = state, ()
+        self.base, self.waiting, self.lost = state, (), ""
         if choice.compile_after:
             self.compile(state)
         return execution, prompt, turn
@@ -191,8 +204,11 @@ class Conversation:
             scorecard=self.scorecard,
             engine=self.model.engine,
         )
-        edited = any(isinstance(operation, Edit) for operation in waiting)
-        if edited and not self._is_cached and choice.strategy not in ("suffix", "reprefill"):
+        if (
+            any(map(corrects, waiting))
+            and not self._is_cached
+            and choice.strategy not in ("suffix", "reprefill")
+        ):
             return replace(
                 choice,
                 strategy="suffix",
@@ -243,7 +259,7 @@ class Conversation:
     @contextmanager
     def undone_on_error(self) -> Iterator[None]:
         """Take a turn back if it does not come to its end: no message is kept twice."""
-        before = (self.base, self.waiting, self.previous)
+        before = (self.base, self.waiting, self.previous, self.lost)
         if self.busy:
             raise EngineError(
                 "a stream of this session is still open", hint="finish or close it first, or fork"
@@ -252,7 +268,7 @@ class Conversation:
         try:
             yield
         except BaseException:
-            self.base, self.waiting, self.previous = before
+            self.base, self.waiting, self.previous, self.lost = before
             raise
         finally:
             self.busy = False
@@ -285,8 +301,9 @@ class Conversation:
             strategy=choice.strategy,
             evidence=evidence,
             template_rewrote=tuple(f"{r.message_id}: {r.reason}" for r in prompt.rewrites),
-            fallback_reason=choice.fallback_reason,
+            fallback_reason=choice.fallback_reason or (self.lost or None),
             notices=tuple(notices),
+            prompt=prompt,
         )
 
     def keep(self, execution: Execution, prompt: TokenizedPrompt) -> None:
@@ -313,10 +330,18 @@ class Conversation:
         )
         self.live = Live(cache, (*blocks, made))
 
-    def compile(self, state: PromptState) -> None:
-        """Compile every segment in use, and its declared variants, each in isolation."""
-        for values in variant_values(state):
+    def compile(self, state: PromptState, name: str | None = None) -> None:
+        """Compile segments in use, and their declared variants, each in isolation.
+
+        Args:
+            state: The conversation that uses them.
+            name: This one alone; None for all of them.
+        """
+        if not self.planner.splices:
+            return
+        for values in variant_values(state, name):
             prompt = self.render(PromptState(state.template, values), False)
             for span in prompt.segments:
-                self.model.book.compile(span)
+                if name in (None, span.name):
+                    self.model.book.compile(span)
         self._segments = ()

@@ -49,15 +49,7 @@ def apply_edit(
     """Return the conversation after an edit.
 
     Fields whose value stays the same are left alone, also when an erratum of them is live.
-
-    Raises:
-        PlanError: `refresh+erratum` in append mode, which may not touch what is cached.
     """
-    if mode == "append" and strategy == "refresh+erratum":
-        raise PlanError(
-            "strategy 'refresh+erratum' rewrites cached tokens, erratum mode 'append' never does",
-            hint="use strategy 'erratum', or erratum_mode='rewrite' on the embedded engine",
-        )
     real = {name: value for name, value in changes.items() if state.values[name] != value}
     if not real:
         return state

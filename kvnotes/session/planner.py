@@ -91,8 +91,13 @@ class Planner:
         splice: SplicePolicy = "auto",
     ) -> None:
         self._model = model
-        self._num_seam_tokens = num_seam_tokens
-        self._splice = splice
+        self.num_seam_tokens = num_seam_tokens
+        self.splice = splice
+
+    @property
+    def splices(self) -> bool:
+        """Whether compiled segments are used at all."""
+        return self.splice != "never"
 
     def ideal(self, prompt: TokenizedPrompt, *, cautious: bool) -> Ideal:
         """Plan a prompt from nothing.
@@ -105,23 +110,23 @@ class Planner:
         splices: list[Splice] = []
         used: list[KVSegment] = []
         notes: list[str] = []
-        for span in prompt.segments if self._splice != "never" else ():
+        for span in prompt.segments if self.splices else ():
             found = self._splice_for(span, prompt)
             if found is None:
                 notes.append(f"not_compiled:{span.name}:computed")
                 continue
             splice, segment = found
             size = splice.source_stop - splice.source_start
-            if splice.field_before and cautious and self._splice == "auto":
+            if splice.field_before and cautious and self.splice == "auto":
                 notes.append(f"{FIELD_BEFORE_SEGMENT}:{span.name}:computed")
-            elif self._splice == "auto" and not self._model.engine.cost.splice_pays(
-                size, splice.target_start, self._num_seam_tokens
+            elif self.splice == "auto" and not self._model.engine.cost.splice_pays(
+                size, splice.target_start, self.num_seam_tokens
             ):
                 notes.append(f"below_break_even:{span.name}:computed")
             else:
                 splices.append(splice)
                 used.append(segment)
-        plan = plan_compose(prompt.token_ids, splices, num_seam_tokens=self._num_seam_tokens)
+        plan = plan_compose(prompt.token_ids, splices, num_seam_tokens=self.num_seam_tokens)
         return Ideal(replace(plan, notes=(*plan.notes, *notes)), tuple(used))
 
     def _splice_for(

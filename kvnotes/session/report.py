@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from kvnotes.fidelity import FidelityReport
 from kvnotes.plan import Plan
+from kvnotes.prompt import TokenizedPrompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,7 @@ class Turn:
     """One operation of a session.
 
     Args:
-        op: `user`, `tool`, `decide`, `generate`, `edit`, `delete`, `move` or `replace`.
+        op: What was called: `user`, `decide`, `edit`, `splice`, ...; the role for `add`.
         plan: What was, or (edit, delete, ...) would be, reused, moved and computed.
         strategy: The strategy taken.
         evidence: Why.
@@ -99,6 +100,7 @@ class Turn:
         template_rewrote: What the chat template changed in earlier turns.
         fallback_reason: Why another strategy than the one asked for was taken.
         notices: Escaped strings, wrappers, notes of the plan.
+        prompt: The prompt that the plan is of.
     """
 
     op: str
@@ -114,3 +116,4 @@ class Turn:
     template_rewrote: tuple[str, ...] = ()
     fallback_reason: str | None = None
     notices: tuple[str, ...] = field(default=())
+    prompt: TokenizedPrompt | None = field(default=None, repr=False)

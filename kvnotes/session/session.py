@@ -6,36 +6,34 @@ one plan of all of them, so an edit costs nothing until it is needed and then on
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from secrets import token_hex
 from typing import get_args
 
 from kvnotes.engine.base import SamplingParams, Stopwatch
 from kvnotes.errors import PlanError, TemplateError, UnknownFieldError, nearest
 from kvnotes.plan import DEFAULT_NUM_SEAM_TOKENS, check_strategy
-from kvnotes.prompt import (
-    ErratumStyle,
-    Field,
-    Message,
-    PromptTemplate,
-    SegmentText,
-    TokenizedPrompt,
-)
+from kvnotes.prompt import ErratumStyle, Message, PromptTemplate, SegmentText, TokenizedPrompt
+from kvnotes.session import saved
 from kvnotes.session.compare import References
 from kvnotes.session.conversation import Conversation
+from kvnotes.session.draft import Draft
 from kvnotes.session.edits import ErratumMode, PromptState
 from kvnotes.session.loaded import Model
-from kvnotes.session.operations import Append, Delete, Edit, Move, Operation, Replace
+from kvnotes.session.operations import Edit, Insert, Operation
 from kvnotes.session.planner import Planner, SplicePolicy
 from kvnotes.session.reply import Reply, decide, encode_choices
 from kvnotes.session.report import Turn, Verification
+from kvnotes.session.saved import SavedSession
 from kvnotes.session.setup import as_message, as_segment, check_option
 from kvnotes.session.strategy import Scorecard
-from kvnotes.session.verify import Checker, VerifyLevel
+from kvnotes.session.stream import Stream
+from kvnotes.session.verify import Checker
+from kvnotes.store import KVStore
 
 
-class Session:
+class Session(Draft):
     """A conversation whose fields can be edited and whose segments are spliced.
 
     Args:
@@ -50,6 +48,11 @@ class Session:
         erratum_mode: `rewrite` keeps one statement per field; `append` touches nothing cached.
         scorecard: What is proved about this model.
         splice: `auto` splices where it pays and skips no notes.
+        id: Name of the session in a tree of forks; "" makes a random one.
+
+    Attributes:
+        id: The same; may be set.
+        parent_id: The session it was forked from, None for a root.
 
     Raises:
         TemplateError: The template, a field or a value is wrong.
@@ -76,8 +79,11 @@ class Session:
         erratum_mode: ErratumMode = "rewrite",
         scorecard: Scorecard | None = None,
         splice: SplicePolicy = "auto",
+        id: str = "",
     ) -> None:
         self.model = model
+        self.id = id or _random_id()
+        self.parent_id: str | None = None
         check_option("splice", splice, get_args(SplicePolicy))
         check_option("erratum_mode", erratum_mode, get_args(ErratumMode))
         if text is not None and messages:
@@ -116,22 +122,7 @@ class Session:
         else:
             self._talk.compile(self._talk.base)
 
-    # -- what the conversation is now ------------------------------------------------------
-
-    @property
-    def state(self) -> PromptState:
-        """Template and values with all waiting changes."""
-        return self._talk.folded(None)
-
-    @property
-    def values(self) -> Mapping[str, str]:
-        """Current value of each field."""
-        return self.state.values
-
-    @property
-    def messages(self) -> tuple[Message, ...]:
-        """The messages, waiting ones included."""
-        return self.state.template.messages
+    # -- the cache -------------------------------------------------------------------------
 
     @property
     def num_cached_tokens(self) -> int:
@@ -142,64 +133,6 @@ class Session:
     def exact(self) -> bool:
         """Whether the cache equals a cold prefill of its tokens, by lineage."""
         return self._talk.live is None or self._talk.live.cache.exact
-
-    def render(self, *, add_generation_prompt: bool = False) -> TokenizedPrompt:
-        """Return the prompt as it stands, waiting changes included."""
-        return self._talk.render(self.state, add_generation_prompt)
-
-    # -- changes ---------------------------------------------------------------------------
-
-    def edit(
-        self,
-        changes: Mapping[str, str] | None = None,
-        /,
-        *,
-        strategy: str | None = None,
-        verify: VerifyLevel | None = None,
-        **fields: str,
-    ) -> Turn:
-        """Change the values of fields; takes effect with the next turn that computes.
-
-        Args:
-            changes: Field names and new values.
-            strategy: Instead of the session's.
-            verify: `full` or `cheap`: check the result and escalate until it agrees.
-            fields: The same as `changes`, as keyword arguments.
-
-        Returns:
-            A turn whose plan is what the edit alone would do now. Nothing is computed yet,
-            but that `selective` scores the notes.
-        """
-        if verify is not None:
-            check_option("verify", verify, get_args(VerifyLevel))
-        name = self._strategy(strategy)
-        values = {**(changes or {}), **fields}
-        for field in values:
-            known = self._talk.base.values
-            if field not in known:
-                raise UnknownFieldError(f"unknown field {field!r}", hint=nearest(field, known))
-        self._check_values(values)
-        return self._talk.change("edit", Edit(values, name, verify))
-
-    def delete(self, message_id: str, *, strategy: str | None = None) -> Turn:
-        """Remove a message; under `auto`, `suffix` and `reprefill` its notes go as well."""
-        self._refuse_errata(message_id)
-        return self._talk.change("delete", Delete(message_id, self._strategy(strategy)))
-
-    def move(self, message_id: str, *, before: str | None, strategy: str | None = None) -> Turn:
-        """Put a message before another one, or (None) at the end."""
-        self._refuse_errata(message_id, before)
-        return self._talk.change("move", Move(message_id, before, self._strategy(strategy)))
-
-    def replace(self, message_id: str, content: str, *, strategy: str | None = None) -> Turn:
-        """Give a message another text."""
-        self._refuse_errata(message_id)
-        change = Replace(message_id, content, self._strategy(strategy))
-        return self._talk.change("replace", change)
-
-    def add(self, role: str, content: str, *, id: str = "") -> Turn:
-        """Add a message; it is computed with the next turn that needs logits."""
-        return self._talk.change(role, Append(self._new_message(role, content, id)))
 
     # -- turns that compute ----------------------------------------------------------------
 
@@ -216,7 +149,7 @@ class Session:
         if decide is None and generate is None:
             return self.add("user", content, id=id)
         watch = Stopwatch()
-        operation = Append(self._new_message("user", content, id))
+        operation = Insert(self._new_message("user", content, id))
         return self._compute("user", (operation,), decide, generate, compare, watch)
 
     def decide(self, choices: Sequence[str], *, compare: bool = False) -> Turn:
@@ -227,20 +160,9 @@ class Session:
         """Generate the assistant's next message."""
         return self._compute("generate", (), None, params or SamplingParams(), compare, Stopwatch())
 
-    def stream(self, params: SamplingParams | None = None) -> Iterator[str]:
-        """Generate the assistant's next message piece by piece.
-
-        The history has the message at the end, and what was generated if the caller stops.
-        """
-        params = params or SamplingParams()
-        talk, watch = self._talk, Stopwatch()
-        with talk.undone_on_error():
-            execution, prompt, _ = talk.run((), None, watch, reserve=params.max_new_tokens)
-            answer = Reply(self.model, execution, params)
-            del execution
-            with suppress(GeneratorExit):
-                yield from answer
-            talk.keep_reply(prompt, answer.message(self._new_id()), answer.cache)
+    def stream(self, params: SamplingParams | None = None) -> Stream:
+        """Generate the assistant's next message piece by piece; `turn` says what was reused."""
+        return Stream(self._talk, params or SamplingParams(), self._new_id)
 
     def verify(self) -> Verification:
         """Audit the conversation: one clean prefill, compared with the cache as it is.
@@ -264,15 +186,119 @@ class Session:
             self._talk.keep(execution, prompt)
         return replace(turn, op="consolidate", fallback_reason="consolidated: errata removed")
 
-    def fork(self) -> Session:
-        """Return a session that shares everything and goes its own way from here."""
+    # -- on disk ---------------------------------------------------------------------------
+
+    def save(self, store: KVStore | None = None) -> SavedSession:
+        """Save the conversation under its id; nothing of it changes.
+
+        A second save, and the save of a fork, write only the K/V that are new.
+
+        Args:
+            store: Where; the model's by default.
+
+        Raises:
+            StorageError: The store has no folder, or the disk is full: an earlier save stays.
+        """
+        return saved.save(
+            self._talk,
+            store or self.model.store,
+            id=self.id,
+            parent_id=self.parent_id,
+            next_id=self._next_id,
+        )
+
+    @classmethod
+    def load(cls, model: Model, id: str, store: KVStore | None = None) -> Session:
+        """Load a saved conversation; the next turn computes its own tokens only.
+
+        Where files of its cache are lost, the next turn computes everything and says why.
+
+        Args:
+            model: The model it was saved with.
+            id: Its id.
+            store: Where; the model's by default.
+
+        Raises:
+            StorageError: No session of this id.
+            SpecMismatchError: Another model or tokenizer; the message names what differs.
+        """
+        restored = saved.load(model, store or model.store, id)
+        session = object.__new__(cls)
+        session.model = model
+        session.id, session.parent_id = restored.record.id, restored.record.parent_id
+        session._talk = restored.talk
+        session._next_id = restored.record.next_id
+        session._references = References(model, restored.talk.render)
+        return session
+
+    # -- forks -----------------------------------------------------------------------------
+
+    def fork(self, *, id: str = "") -> Session:
+        """Return a session that shares everything and goes its own way from here.
+
+        No memory is copied until one of both overwrites what the other reads.
+
+        Args:
+            id: Name of the fork; "" makes a random one.
+        """
         other = object.__new__(Session)
         other.__dict__.update(self.__dict__)
+        other.id = id or _random_id()
+        other.parent_id = self.id
         other._talk = self._talk.fork()
         other._references = References(self.model, other._talk.render)
         return other
 
+    def delegate(
+        self,
+        prompt: SegmentText | str,
+        work: Callable[[Session], str],
+        *,
+        role: str = "tool",
+        values: Mapping[str, str] | None = None,
+        id: str = "",
+    ) -> Turn:
+        """Let a sub-agent work on a fork; only its result comes back, as one message.
+
+        The fork shares the cache: what waits here is computed first, once for both. If `work`
+        fails, nothing of it stays. A sub-agent may delegate in its turn.
+
+        Args:
+            prompt: The sub-agent's prompt: a segment to splice, or the text of a system message.
+            work: Is given the fork, runs its turns, and returns the result.
+            role: Role of the result: `tool`, `user` or `assistant`. It is untrusted text.
+            values: Values of the fields that come with the prompt.
+            id: Id of the result's message.
+
+        Returns:
+            A turn whose plan shows what the result adds here.
+
+        Raises:
+            PlanError: Another role, or `work` returned no text.
+        """
+        check_option("role", role, ("tool", "user", "assistant"))
+        if self._talk.waiting or self._talk.live is None:
+            self._catch_up()
+        agent = self.fork()
+        if isinstance(prompt, SegmentText):
+            agent.splice(prompt, values=values)
+        else:
+            agent._insert("system", agent._new_message("system", prompt, ""), values=values)
+        result: object = work(agent)
+        if not isinstance(result, str):
+            raise PlanError(
+                f"the sub-agent returned a {type(result).__name__}, its result is a text",
+                hint="return the text itself; a turn that generated has it as turn.text",
+            )
+        return self.add(role, result, id=id)
+
     # -- inside ----------------------------------------------------------------------------
+
+    def _catch_up(self) -> None:
+        """Compute what waits."""
+        with self._talk.undone_on_error():
+            execution, prompt, _ = self._talk.run((), None, Stopwatch())
+            self._talk.keep(execution, prompt)
 
     def _compute(
         self,
@@ -307,34 +333,10 @@ class Session:
             talk.keep_reply(prompt, answer.message(self._new_id()), answer.cache)
             return replace(turn, text=text, token_ids=answer.token_ids)
 
-    def _refuse_errata(self, *message_ids: str | None) -> None:
-        """Errata follow from edits: another strategy of the same edit has none of them."""
-        for message in self.messages:
-            if message.erratum_of and message.id in message_ids:
-                raise PlanError(
-                    f"message {message.id!r} is an erratum of {message.erratum_of!r}; errata "
-                    "follow from edits and have no place of their own",
-                    hint="edit the field again, or remove all errata with consolidate()",
-                )
 
-    def _strategy(self, name: str | None) -> str:
-        return check_strategy(name or self._talk.strategy)
-
-    def _check_values(self, values: Mapping[str, str]) -> None:
-        for name, value in values.items():
-            Field(name).check(value, self.model.tokenizer)
-
-    def _new_message(self, role: str, content: str, id: str) -> Message:
-        trusted = None if role == "system" else False
-        return Message(role=role, content=content, id=id or self._new_id(), trusted=trusted)
-
-    def _new_id(self) -> str:
-        taken = {message.id for message in self.messages}
-        while True:
-            self._next_id += 1
-            name = f"t{self._next_id}"
-            if name not in taken:
-                return name
+def _random_id() -> str:
+    """Return 16 random hex digits."""
+    return token_hex(8)
 
 
 def _new_start(prompt: TokenizedPrompt, known: set[str]) -> int:

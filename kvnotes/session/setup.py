@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import product
 
-from kvnotes.errors import PlanError, TemplateError, nearest
-from kvnotes.prompt import Message, SegmentText
+from kvnotes.errors import PlanError, TemplateError, UnknownFieldError, nearest
+from kvnotes.prompt import Message, PromptTemplate, SegmentText
 from kvnotes.session.edits import PromptState
 
 _KEYS = ("role", "content", "id", "segment")
@@ -38,17 +38,51 @@ def as_message(value: Message | Mapping[str, str]) -> Message:
     )
 
 
-def variant_values(state: PromptState) -> list[Mapping[str, str]]:
-    """Current values, and every combination of the declared variants' values."""
+def variant_values(state: PromptState, name: str | None = None) -> list[Mapping[str, str]]:
+    """Current values, and every combination of the declared variants' values.
+
+    Args:
+        state: The conversation.
+        name: The segment whose variants count; None for all of them.
+    """
     declared: dict[str, tuple[str, ...]] = {}
     for segment in state.template.segments:
-        for name, values in segment.variants:
-            declared[name] = tuple(dict.fromkeys((*declared.get(name, ()), *values)))
+        for field, values in segment.variants if name in (None, segment.name) else ():
+            declared[field] = tuple(dict.fromkeys((*declared.get(field, ()), *values)))
     result: list[Mapping[str, str]] = [state.values]
     names = list(declared)
     for combination in product(*declared.values()) if names else ():
         result.append({**state.values, **dict(zip(names, combination, strict=True))})
     return result
+
+
+def check_brought_values(
+    state: PromptState,
+    message: Message,
+    segment: SegmentText | None,
+    values: Mapping[str, str],
+) -> None:
+    """Refuse values that a new message may not bring.
+
+    Raises:
+        UnknownFieldError: The message has no such field.
+        TemplateError: The conversation shows another value, or another text of the segment.
+    """
+    template = state.template if segment is None else state.template.with_segment(segment)
+    fields = PromptTemplate.chat([message], template.segments).field_names
+    for name, value in values.items():
+        if name not in fields:
+            raise UnknownFieldError(
+                f"a value is given for {name!r}, the new message has the fields "
+                f"{', '.join(fields) or 'none'}",
+                hint=nearest(name, fields),
+            )
+        if name in state.template.field_names and state.values[name] != value:
+            raise TemplateError(
+                f"the conversation shows {state.values[name]!r} for the field {name!r}, the new "
+                f"message would show {value!r}",
+                hint="edit the field, or give the one of the new message another name",
+            )
 
 
 def check_option(name: str, value: str, known: Sequence[str]) -> None:

@@ -13,7 +13,7 @@ from kvnotes.engine.base import Engine
 from kvnotes.errors import PlanError, SpecMismatchError, nearest
 from kvnotes.plan import DEFAULT_NUM_SEAM_TOKENS
 from kvnotes.session.edits import ErratumMode
-from kvnotes.session.operations import Append, Edit, Operation
+from kvnotes.session.operations import Edit, Operation
 from kvnotes.session.report import Evidence
 
 LADDER = ("erratum", "refresh+erratum", "suffix", "reprefill")
@@ -96,9 +96,10 @@ def choose(
             f"{engine.fingerprint[:12]}",
             hint="measure this model, or leave the scorecard out",
         )
-    changes = [o for o in waiting if not isinstance(o, Append)]
-    verify = next((o.verify for o in changes if isinstance(o, Edit) and o.verify), None)
-    asked = [o.strategy for o in changes] or [default]
+    changes = [(o, o.strategy) for o in waiting if o.strategy is not None]
+    edits = [o for o, _ in changes if isinstance(o, Edit)]
+    verify = next((edit.verify for edit in edits if edit.verify), None)
+    asked = [strategy for _, strategy in changes] or [default]
     auto, evidence = _auto(scorecard, mode)
     if not changes:
         evidence = Evidence("none", "nothing is changed: what is cached is kept")
@@ -106,7 +107,7 @@ def choose(
         auto = "erratum" if mode == "append" else "refresh+erratum"
         evidence = Evidence("verify", f"verify={verify!r} checks each rung before it is used")
     # evidence is about edits: any other change is exact under auto
-    edited = [isinstance(o, Edit) for o in changes] or [False]
+    edited = [isinstance(o, Edit) for o, _ in changes] or [False]
     resolved = [
         (auto if edit else "suffix") if name == "auto" else name
         for name, edit in zip(asked, edited, strict=True)
@@ -121,7 +122,6 @@ def choose(
         if others
         else None
     )
-    edits = [o for o in changes if isinstance(o, Edit)]
     return Choice(
         strategy,
         name,

@@ -55,7 +55,7 @@ class Checker:
 
         The second number is in tokens; a pass over a part of the layers counts that part.
         """
-        amended = any(m.pinned or m.erratum_of for m in state.template.messages)
+        amended = any(m.pinned or m.is_erratum for m in state.template.messages)
         if execution.cache.exact and not amended:
             return True, 0
         ours = self._decision(execution)

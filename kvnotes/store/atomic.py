@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from kvnotes.errors import StorageError
+from kvnotes.errors import KVNotesError, StorageError
 
 FILE_MODE = 0o600
 """K/V can be inverted to text: nobody but the owner reads a file."""
@@ -32,7 +32,10 @@ def make_folder(path: Path) -> None:
         StorageError: It cannot be made.
     """
     with storage_errors(path):
-        path.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
+        # not parents=True: it gives those above the mode of the umask
+        for folder in (*reversed(path.parents), path):
+            if not folder.is_dir():
+                folder.mkdir(mode=FOLDER_MODE, exist_ok=True)
 
 
 @contextmanager
@@ -44,10 +47,11 @@ def new_file(path: Path) -> Iterator[int]:
             the old one.
 
     Raises:
-        StorageError: The folder cannot be written, or the disk is full; nothing is left.
+        StorageError: The folder cannot be written, or the disk is full; nothing is left. Only
+            where the folder itself cannot be synced at the end, the file is in its place.
     """
     make_folder(path.parent)
-    part = path.parent / f".{path.name}.{secrets.token_hex(6)}{PART_SUFFIX}"
+    part = path.parent / f".{secrets.token_hex(16)}{PART_SUFFIX}"
     with storage_errors(path):
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0)
         file = os.open(part, flags, FILE_MODE)
@@ -83,12 +87,15 @@ def write_all(file: int, content: bytes | memoryview) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Make renames and removals in a folder last."""
+    """Make renames and removals in a folder last, where the file system can."""
     if not hasattr(os, "O_DIRECTORY"):
         return
     folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(folder)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems
+            raise
     finally:
         os.close(folder)
 
@@ -99,13 +106,17 @@ def remove_stale(folder: Path, *, older_than: float = STALE_SECONDS) -> int:
     Args:
         folder: Only files directly in it are looked at.
         older_than: Seconds since the last write to a hidden file.
+
+    Raises:
+        StorageError: The folder cannot be read or written.
     """
     freed = 0
-    with suppress(FileNotFoundError):
-        for entry in os.scandir(folder):
-            if not (entry.name.startswith(".") and entry.name.endswith(PART_SUFFIX)):
+    with storage_errors(folder), suppress(FileNotFoundError), os.scandir(folder) as entries:
+        for entry in entries:
+            hidden = entry.name.startswith(".") and entry.name.endswith(PART_SUFFIX)
+            if not (hidden and entry.is_file(follow_symlinks=False)):
                 continue
-            with suppress(FileNotFoundError):
+            with suppress(FileNotFoundError):  # another process was faster
                 facts = entry.stat(follow_symlinks=False)
                 if time.time() - facts.st_mtime >= older_than:
                     os.unlink(entry.path)
@@ -116,9 +127,11 @@ def remove_stale(folder: Path, *, older_than: float = STALE_SECONDS) -> int:
 @contextmanager
 def storage_errors(path: Path) -> Iterator[None]:
     """Turn what the operating system says into a `StorageError` that names the place."""
+    if "\0" in str(path):
+        raise StorageError(f"{str(path)!r} holds a NUL and names no file", hint="give another name")
     try:
         yield
-    except StorageError:
+    except KVNotesError:  # some are an OSError as well
         raise
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Iterator
+from dataclasses import asdict
 from datetime import datetime, timezone
 from typing import Annotated, Any, Literal
 
@@ -20,6 +22,8 @@ from kvnotes.plan import Run
 from kvnotes.plan.lineage import digest_run
 from kvnotes.segment import KVSegment
 from kvnotes.spec import ModelIdentity
+from kvnotes.store.container import ITEMSIZE
+from kvnotes.store.untrusted import DAMAGED, bounded_json, check_cost, problem, quoted, texts
 
 FORMAT_VERSION = 1
 MAX_TOKENS = 4 << 20
@@ -35,8 +39,10 @@ _Count = Annotated[int, Field(ge=0, lt=1 << 48)]
 _TokenIds = Annotated[
     tuple[Annotated[int, Field(ge=0, lt=1 << 31)], ...], Field(max_length=MAX_TOKENS)
 ]
-_Name = Annotated[str, Field(max_length=1000)]
-_ITEMSIZE = {"F32": 4, "F16": 2, "BF16": 2, "I8": 1}
+# no control characters: names are printed, and a terminal obeys them
+_Name = Annotated[str, Field(max_length=1000, pattern="^[^\\x00-\\x1f\\x7f-\\x9f]*$")]
+_Value = Annotated[str, Field(max_length=MAX_TEXT)]
+_Time = Annotated[str, Field(pattern="^[0-9]{4}(-[0-9]{2}){2}T[0-9]{2}(:[0-9]{2}){2}[+]00:00$")]
 DTYPE_CODES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 """How safetensors calls the dtypes of a model."""
 
@@ -50,20 +56,20 @@ class TensorEntry(_Part):
 
     name: _Name
     dtype: Literal["F32", "F16", "BF16", "I8"]
-    shape: Annotated[tuple[_Count, ...], Field(max_length=4)]
+    shape: Annotated[tuple[Annotated[int, Field(ge=1, lt=1 << 48)], ...], Field(max_length=4)]
     sha256: _Digest
 
     @property
     def nbytes(self) -> int:
         """Bytes in the file."""
-        return math.prod(self.shape) * _ITEMSIZE[self.dtype]
+        return math.prod(self.shape) * ITEMSIZE[self.dtype]
 
 
 class FieldSpan(_Part):
     """A field's value in the segment: tokens `[start, stop)` of `token_ids`."""
 
     name: _Name
-    value: _Name
+    value: _Value
     start: _Count
     stop: _Count
 
@@ -90,7 +96,7 @@ class Provenance(_Part):
     role: _Name = ""
     tokenizer: _Name = ""
     spans: tuple[FieldSpan, ...] = ()
-    variant: tuple[tuple[_Name, _Name], ...] = ()
+    variant: tuple[tuple[_Name, _Value], ...] = ()
     family: Annotated[str, Field(pattern="^([0-9a-f]{64})?$")] = ""
 
 
@@ -101,8 +107,9 @@ class Payload(_Part):
         kind: `exact`: bit by bit. `converted`: rounded once to another dtype. `int8`: rounded
             to 8 bits, one scale per head and token.
         source_dtype: The dtype it was computed in.
-        max_error: Largest absolute error of a tensor over its largest absolute value.
-        rms_error: The same for root mean squares, largest over the tensors.
+        max_error: Largest absolute error of a tensor over its largest absolute value; the
+            largest over the tensors. Stated for `int8` only, 0 for the others.
+        rms_error: The same for root mean squares.
     """
 
     kind: PayloadKind = "exact"
@@ -114,7 +121,7 @@ class Payload(_Part):
 class Creation(_Part):
     """When and by what the file was made; no part of its identity."""
 
-    at: _Name
+    at: _Time
     versions: tuple[tuple[_Name, _Name], ...]
 
     @classmethod
@@ -165,18 +172,21 @@ class SegmentHeader(_Part):
             raise ValueError(wrong)
         return self
 
-    def _contradictions(self) -> Any:
+    def _contradictions(self) -> Iterator[str]:
         if not self.token_ids:
             yield "it has no tokens"
         if self.identity.fingerprint != self.fingerprint:
             yield f"its fingerprint {self.fingerprint[:12]} is not that of the model it describes"
         kinds = tuple(layer.kind for layer in self.identity.spec.layers)
         if self.layer_kinds != kinds:
-            yield f"layer_kinds {self.layer_kinds} differ from the model's {kinds}"
-        if self.altered != alteration(self.payload, self.identity.spec.dtype):
-            yield f"it is altered {self.altered!r} with a payload of kind {self.payload.kind!r}"
-        if self.payload.kind == "exact" and self.payload.source_dtype != self.identity.spec.dtype:
-            yield f"exact K/V computed in {self.payload.source_dtype}, stored as another dtype"
+            yield f"its layer_kinds {self.layer_kinds[:3]} differ from the model's {kinds[:3]}"
+        if set(kinds) != {"full"}:
+            yield f"layers of the kinds {sorted(set(kinds))}, this format has a place for full ones"
+        if not all(text.isprintable() for text in texts(asdict(self.identity))):
+            yield "its model is described with characters that cannot be printed"
+        yield from self._payload_contradictions()
+        if max(self.token_ids + self.preamble_ids, default=0) >= self.identity.spec.vocab_size:
+            yield f"a token id lies outside of the vocabulary of {self.identity.spec.vocab_size}"
         if self.kind == "segment":
             run = self.run()
             if (run.start, run.attended) != (self.start, self.attended):
@@ -198,6 +208,20 @@ class SegmentHeader(_Part):
         if text and digest_text(text) != self.provenance.text_sha256:
             yield "its text is not the one whose digest it states"
 
+    def _payload_contradictions(self) -> Iterator[str]:
+        payload, dtype = self.payload, self.identity.spec.dtype
+        if payload.source_dtype not in DTYPE_CODES:
+            yield f"K/V computed in {payload.source_dtype!r}, which has no place in this format"
+        if self.altered != alteration(payload, dtype):
+            yield f"it is altered {self.altered!r} with a payload of kind {payload.kind!r}"
+        if (payload.kind == "converted") == (payload.source_dtype == dtype):
+            yield (
+                f"{payload.kind} K/V computed in {payload.source_dtype!r} and stored for a model "
+                f"of dtype {dtype!r}"
+            )
+        if payload.kind != "int8" and (payload.max_error or payload.rms_error):
+            yield f"an error is stated for {payload.kind} K/V"
+
     def run(self, context: Run | None = None) -> Run:
         """Return the run of a compiled segment.
 
@@ -205,8 +229,14 @@ class SegmentHeader(_Part):
             context: For a part of a session: the run with its whole lineage, to be checked.
 
         Raises:
-            SegmentFormatError: The lineage is another one.
+            SegmentFormatError: The lineage is another one, or not given for a part of a session.
         """
+        if context is None and self.kind == "run":
+            raise SegmentFormatError(
+                f"the file holds {len(self.token_ids)} tokens of a saved session, and says by "
+                "digest only what they saw before",
+                hint="load the session; a slice of a conversation is no segment",
+            )
         if context is None:
             whole = Run((*self.preamble_ids, *self.token_ids))
             cut = whole.cut(len(self.preamble_ids), len(whole))
@@ -229,6 +259,13 @@ class SegmentHeader(_Part):
         return content_key(self.kind, self.tenant, self.fingerprint, self.run_digest)
 
     @property
+    def title(self) -> str:
+        """Name, version and variant, for people."""
+        source = self.provenance
+        name = f"{source.name}@{source.version}" if source.version else source.name
+        return " ".join([name, *(f"{field}={value}" for field, value in source.variant)]).strip()
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all tensors in the file."""
         return sum(tensor.nbytes for tensor in self.tensors)
@@ -248,30 +285,26 @@ class SegmentHeader(_Part):
         Raises:
             SegmentFormatError: Not JSON, of a newer version, or not a header in its canonical form.
         """
-        version = _version_of(text, where)
+        data = bounded_json(text, where)
+        version = data.get("version") if isinstance(data, dict) else None
         if version != FORMAT_VERSION:
             raise SegmentFormatError(
-                f"{where} has format version {version!r}, this kvnotes reads {FORMAT_VERSION}",
+                f"{where} has format version {quoted(version)}, this kvnotes reads "
+                f"{FORMAT_VERSION}",
                 hint="upgrade kvnotes, or compile the segment again",
             )
+        check_cost(data, ("token_ids", "preamble_ids"), where)
         try:
             header = cls.model_validate_json(text)
         except ValidationError as error:
-            fault = error.errors(include_url=False, include_context=False)[0]
-            place = ".".join(str(part) for part in fault["loc"][:6])
             raise SegmentFormatError(
-                f"{where} has no valid header: {place + ': ' if place else ''}"
-                f"{fault['msg'].removeprefix('Value error, ')}",
-                hint=_DAMAGED,
+                f"{where} has no valid header: {problem(error)}", hint=DAMAGED
             ) from error
         if header.to_json() != text:
             raise SegmentFormatError(
-                f"{where} has a header that is not in its canonical form", hint=_DAMAGED
+                f"{where} has a header that is not in its canonical form", hint=DAMAGED
             )
         return header
-
-
-_DAMAGED = "the file is damaged or was made by something else; compile the segment again"
 
 
 def make_header(
@@ -284,28 +317,38 @@ def make_header(
     created: Creation,
     digests: tuple[str, ...],
 ) -> SegmentHeader:
-    """Return the header of a segment whose tensors have these digests."""
+    """Return the header of a segment whose tensors have these digests.
+
+    Raises:
+        SegmentFormatError: The format has no place for such a segment.
+    """
     identity = segment.identity
     shapes = tensor_shapes(identity, segment.num_tokens, payload.kind)
-    return SegmentHeader(
-        kind=kind,
-        fingerprint=identity.fingerprint,
-        identity=identity,
-        tenant=tenant,
-        token_ids=segment.run.token_ids,
-        preamble_ids=segment.preamble_ids,
-        start=segment.run.start,
-        attended=segment.run.attended,
-        altered=alteration(payload, identity.spec.dtype),
-        layer_kinds=tuple(layer.kind for layer in identity.spec.layers),
-        provenance=provenance,
-        payload=payload,
-        created=created,
-        tensors=tuple(
-            TensorEntry(name=name, dtype=dtype, shape=shape, sha256=digest)
-            for (name, dtype, shape), digest in zip(shapes, digests, strict=True)
-        ),
-    )
+    try:
+        return SegmentHeader(
+            kind=kind,
+            fingerprint=identity.fingerprint,
+            identity=identity,
+            tenant=tenant,
+            token_ids=segment.run.token_ids,
+            preamble_ids=segment.preamble_ids,
+            start=segment.run.start,
+            attended=segment.run.attended,
+            altered=alteration(payload, identity.spec.dtype),
+            layer_kinds=tuple(layer.kind for layer in identity.spec.layers),
+            provenance=provenance,
+            payload=payload,
+            created=created,
+            tensors=tuple(
+                TensorEntry(name=name, dtype=dtype, shape=shape, sha256=digest)
+                for (name, dtype, shape), digest in zip(shapes, digests, strict=True)
+            ),
+        )
+    except ValidationError as error:
+        raise SegmentFormatError(
+            f"the segment cannot be stored: {problem(error)}",
+            hint="docs/format.md says what a header may hold",
+        ) from error
 
 
 def tensor_shapes(
@@ -355,13 +398,3 @@ def digest_text(text: str) -> str:
 def canonical_json(value: object) -> str:
     """Return JSON text with sorted keys and no white space."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
-
-
-def _version_of(text: str, where: str) -> object:
-    try:
-        data = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise SegmentFormatError(f"{where} has a header that is not JSON", hint=_DAMAGED) from error
-    if not isinstance(data, dict):
-        raise SegmentFormatError(f"{where} has a header that is no object", hint=_DAMAGED)
-    return data.get("version")

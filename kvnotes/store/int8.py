@@ -11,6 +11,8 @@ import torch
 from jaxtyping import Float, Float16, Int8
 from torch import Tensor
 
+from kvnotes.errors import SegmentFormatError
+
 LEVELS = 127
 """Largest stored magnitude; symmetric, so that zero stays zero."""
 
@@ -25,8 +27,9 @@ class Quantized:
     Args:
         levels: Rounded values.
         scale: Size of one level, per head and token.
-        max_error: Largest absolute error over the largest absolute value.
-        rms_error: Root mean square of the error over that of the values.
+        max_error: Largest absolute error of what `dequantize` returns, over the largest
+            absolute value.
+        rms_error: Root mean square of that error over that of the values.
     """
 
     levels: Int8[Tensor, "kv_heads tokens head_dim"]
@@ -40,13 +43,21 @@ def quantize(tensor: Float[Tensor, "kv_heads tokens head_dim"]) -> Quantized:
 
     The scale is rounded to float16 first and the values with the rounded one, so its own
     rounding adds no error.
+
+    Raises:
+        SegmentFormatError: It holds NaN, or values whose scale is no float16.
     """
     exact = tensor.float()
     scale = (exact.abs().amax(-1, keepdim=True) / LEVELS).clamp_min(MIN_SCALE)
     small = scale.to(torch.float16)
-    levels = (exact / small.float()).round().clamp(-LEVELS, LEVELS).to(torch.int8)
-    error = exact - levels.float() * small.float()
     largest, size = float(exact.abs().max()), float(exact.pow(2).mean().sqrt())
+    if not bool(torch.isfinite(small).all()):
+        raise SegmentFormatError(
+            f"K/V with values up to {largest:g} cannot be stored in 8 bits",
+            hint="the model overflowed, or store it exactly",
+        )
+    levels = (exact / small.float()).round().clamp(-LEVELS, LEVELS).to(torch.int8)
+    error = exact - dequantize(levels, small, tensor.dtype).float()
     return Quantized(
         levels,
         small,
@@ -60,5 +71,6 @@ def dequantize(
     scale: Float16[Tensor, "kv_heads tokens 1"],
     dtype: torch.dtype,
 ) -> Float[Tensor, "kv_heads tokens head_dim"]:
-    """Return the values, rounded once to `dtype`."""
-    return (levels.float() * scale.float()).to(dtype)
+    """Return the values, rounded once to `dtype`; never infinite, whatever a file says."""
+    largest = torch.finfo(dtype).max
+    return (levels.float() * scale.float()).clamp(-largest, largest).to(dtype)

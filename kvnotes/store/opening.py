@@ -6,6 +6,7 @@ its digests are checked once per version of the file and process.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import mmap
 import os
@@ -20,18 +21,28 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from kvnotes.errors import SegmentFormatError
+from kvnotes.errors import KVNotesError, SegmentFormatError, StorageError
 from kvnotes.plan import Run
 from kvnotes.segment import KVSegment
 from kvnotes.store import container
 from kvnotes.store.container import Container, Place
-from kvnotes.store.header import SegmentHeader
+from kvnotes.store.header import DTYPE_CODES, SegmentHeader, digest_text
 from kvnotes.store.int8 import dequantize
-from kvnotes.store.saving import HEADER_KEY, SEALED_KEY, SIGNATURE_KEY
+from kvnotes.store.saving import DIGEST_KEY, HEADER_KEY, SEALED_KEY, SIGNATURE_KEY
 from kvnotes.store.tensors import HASH_THREADS, as_tensor, checked_digest, view
 from kvnotes.store.trust import NO_TRUST, Trust
 
 _HINT = "the file is damaged; compile the segment again"
+_PATH_HINT = "give the path of a segment's own file"
+_NO_SUCH_FILE = (
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.ELOOP,
+    errno.EMLINK,
+    errno.ENXIO,
+    errno.ENAMETOOLONG,
+)
+"""What the system says when the path, and not the machine, is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,21 +152,23 @@ def open_segment(path: Path, *, trust: Trust = NO_TRUST) -> OpenFile:
     """Open a file and check everything but the digests of its tensors.
 
     Raises:
-        SegmentFormatError: Not a file of ours, damaged, a link, or of a newer format.
+        SegmentFormatError: No such file, not one of ours, damaged, a link, or of a newer format.
         TrustError: Not signed by a trusted key, or its encryption key is not there.
+        StorageError: The system cannot open it now: no permission, too many open files.
     """
     with _opened(path) as file:
         facts = os.fstat(file)
-        _, outer = _read_container(file, facts.st_size, str(path))
-        content: mmap.mmap | bytearray = mmap.mmap(file, 0, access=mmap.ACCESS_READ)
+        outer = _read_container(file, facts.st_size, str(path))
+        content: mmap.mmap | bytearray = _mapped(file, facts.st_size, path)
     sealing = outer.metadata.get(SEALED_KEY)
     if sealing is not None:
-        place = outer.places[0]
+        place = _sealed_place(outer, path)
         sealed = memoryview(content)[place.start : place.stop]
         content = trust.decrypt(sealed, sealing, str(path))
         outer = parse_plain(content, str(path))
-    header = SegmentHeader.from_json(_text_of(outer, HEADER_KEY, path), str(path))
-    signer = trust.check(outer.metadata[HEADER_KEY], outer.metadata.get(SIGNATURE_KEY), str(path))
+    text = _header_text(outer, path)
+    signer = trust.check(text, outer.metadata.get(SIGNATURE_KEY), str(path))
+    header = SegmentHeader.from_json(text, str(path))
     expected = [(t.name, t.dtype, t.shape) for t in header.tensors]
     found = [(p.name, p.dtype, p.shape) for p in outer.places]
     if found != expected:
@@ -201,58 +214,110 @@ def converted(segment: KVSegment, dtype: str) -> KVSegment:
     """Return a segment rounded once to another dtype: inexact, with a key of its own.
 
     Raises:
-        SegmentFormatError: It was altered before.
+        SegmentFormatError: It was altered before, or does not fit into the other dtype.
     """
     own = segment.identity.spec.dtype
     if dtype == own:
         return segment
+    if dtype not in DTYPE_CODES:
+        raise SegmentFormatError(
+            f"K/V of dtype {own!r} cannot be converted to {dtype!r}",
+            hint=f"load the model as one of {', '.join(DTYPE_CODES)}",
+        )
     if segment.run.altered:
         raise SegmentFormatError(
             f"the segment is altered already ({segment.run.altered}), and is not rounded twice",
             hint="compile it again with this model",
         )
     target: torch.dtype = getattr(torch, dtype)
+    keys = tuple(layer.to(target) for layer in segment.keys)
+    values = tuple(layer.to(target) for layer in segment.values)
+    if not all(bool(torch.isfinite(layer).all()) for layer in (*keys, *values)):
+        raise SegmentFormatError(
+            f"K/V of dtype {own!r} overflow in {dtype!r}", hint="compile it again with this model"
+        )
     return KVSegment(
         replace(segment.run, altered=f"from:{own}"),
         segment.identity.with_dtype(dtype),
-        tuple(layer.to(target) for layer in segment.keys),
-        tuple(layer.to(target) for layer in segment.values),
+        keys,
+        values,
         preamble_ids=segment.preamble_ids,
     )
 
 
 @contextmanager
 def _opened(path: Path) -> Iterator[int]:
-    flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
+    # O_NONBLOCK: opening a FIFO would wait for a writer
+    names = ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC")
+    flags = os.O_RDONLY | sum(getattr(os, name, 0) for name in names)
     try:
         file = os.open(path, flags)
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
-        link = path.is_symlink()
-        reason = "it is a symbolic link" if link else getattr(error, "strerror", None) or error
-        raise SegmentFormatError(
-            f"cannot open {path}: {reason}", hint="give the path of the segment's own file"
-        ) from error
+    except ValueError as error:  # a NUL in the name
+        raise SegmentFormatError(f"cannot open {path}: {error}", hint=_PATH_HINT) from error
+    except OSError as error:
+        if error.errno not in _NO_SUCH_FILE:
+            raise _unreadable(path, error) from error
+        reason = "it is a symbolic link" if os.path.islink(path) else error.strerror
+        raise SegmentFormatError(f"cannot open {path}: {reason}", hint=_PATH_HINT) from error
     try:
         if not stat.S_ISREG(os.fstat(file).st_mode):
-            raise SegmentFormatError(
-                f"{path} is no regular file", hint="give the path of a segment's file"
-            )
+            raise SegmentFormatError(f"{path} is no regular file", hint=_PATH_HINT)
         yield file
+    except OSError as error:
+        if isinstance(error, KVNotesError):
+            raise
+        raise _unreadable(path, error) from error
     finally:
         os.close(file)
 
 
-def _read_container(file: int, num_bytes: int, where: str) -> tuple[bytes, Container]:
+def _unreadable(path: Path, error: OSError) -> StorageError:
+    return StorageError(
+        f"cannot read {path}: {error.strerror}",
+        hint="check its permissions; with many mapped files, raise the limit: ulimit -n",
+    )
+
+
+def _read_container(file: int, num_bytes: int, where: str) -> Container:
     size = container.header_size(os.pread(file, 8, 0), num_bytes, where)
-    header = os.pread(file, size, 8)
-    return header, container.parse(header, num_bytes, where)
+    return container.parse(os.pread(file, size, 8), num_bytes, where)
 
 
-def _text_of(outer: Container, name: str, path: Path) -> str:
-    text = outer.metadata.get(name)
+def _mapped(file: int, num_bytes: int, path: Path) -> mmap.mmap:
+    try:
+        return mmap.mmap(file, num_bytes, access=mmap.ACCESS_READ)
+    except ValueError as error:  # it became shorter since it was opened
+        raise SegmentFormatError(f"{path} is being changed: {error}", hint=_HINT) from error
+
+
+def _sealed_place(outer: Container, path: Path) -> Place:
+    places = [(place.name, place.dtype) for place in outer.places]
+    if set(outer.metadata) != {SEALED_KEY} or places != [(SEALED_KEY, "U8")]:
+        raise SegmentFormatError(
+            f"{path} is encrypted, and holds {len(places)} tensors and {len(outer.metadata)} "
+            "texts; one of each is expected",
+            hint=_HINT,
+        )
+    return outer.places[0]
+
+
+def _header_text(outer: Container, path: Path) -> str:
+    """Return the header's JSON, whose own digest fits."""
+    text = outer.metadata.get(HEADER_KEY)
     if text is None:
         raise SegmentFormatError(
             f"{path} is a safetensors file without a kvnotes header", hint="compile a segment"
+        )
+    unknown = sorted(set(outer.metadata) - {HEADER_KEY, DIGEST_KEY, SIGNATURE_KEY})
+    if unknown:
+        raise SegmentFormatError(f"{path} has a text {unknown[0][:80]!r} too much", hint=_HINT)
+    if outer.metadata.get(DIGEST_KEY) != digest_text(text):
+        raise SegmentFormatError(f"{path} has a header whose SHA-256 is another one", hint=_HINT)
+    first = outer.places[0].start
+    if first % container.PAGE:
+        raise SegmentFormatError(
+            f"{path} has tensors that begin at byte {first}, no multiple of {container.PAGE}",
+            hint=_HINT,
         )
     return text
 

@@ -1,46 +1,44 @@
 """A tier anywhere fsspec reaches: folders, object stores, HTTP.
 
-Owns copying whole files to and from a URL, with retries. A download goes on where it
-stopped, also after the process was restarted; an upload becomes visible when it is whole.
-What comes back is as untrusted as any file: the caller verifies it.
+Owns copying whole files to and from a URL, with retries. A download goes on at the byte
+where it stopped, also after the process was restarted; an upload becomes visible when it is
+whole. What comes back is as untrusted as any file: the caller verifies it.
 """
 
 from __future__ import annotations
 
-import http.client
 import json
 import os
-import random
 import secrets
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import closing, suppress
 from dataclasses import dataclass
-from functools import partial as partial_call
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import fsspec
 
 from kvnotes.errors import StorageError
 from kvnotes.store.atomic import (
+    FILE_MODE,
     PART_SUFFIX,
-    make_folder,
+    STALE_SECONDS,
     storage_errors,
-    sync_folder,
     write_all,
     write_file,
 )
+from kvnotes.store.patience import PATIENT, Attempts, Patience, failures
+from kvnotes.store.ranges import ChangedError, pieces, version_of
 
-CHUNK = 8 << 20
-"""Bytes asked for at a time; what a broken connection can cost."""
-MAX_ATTEMPTS = 6
-"""Failures in a row, without a byte of progress between them, after which one gives up."""
-FIRST_WAIT_SECONDS = 0.1
-MAX_WAIT_SECONDS = 5.0
+CONNECT_SECONDS = 5.0
+READ_SECONDS = 20.0
+"""How long an HTTP or S3 server may be silent, unless `options` say otherwise."""
 
-Result = TypeVar("Result")
+MAX_VERSIONS = 3
+"""How often a download begins again because the file there is another one by now."""
+
+_READ_ONLY = {"http", "https", "github", "zip", "tar", "data"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +54,7 @@ class Remote:
 
     Args:
         url: Anything fsspec knows: `/mnt/share/kv`, `s3://bucket/kv`, `memory://kv`, `http://...`.
-        options: Passed on to the file system, for example credentials.
+        options: Passed on to the file system, for example credentials and timeouts.
         sleep: Waits between attempts.
     """
 
@@ -69,7 +67,8 @@ class Remote:
         self.url = url
         self._sleep = sleep
         try:
-            self._files, self._root = fsspec.core.url_to_fs(url, **(options or {}))
+            options = {**_timeouts(url), **(options or {})}
+            self._files, self._root = fsspec.core.url_to_fs(url, **options)
         except (ValueError, ImportError) as error:
             reason = " ".join(str(error).split())
             raise StorageError(
@@ -79,17 +78,22 @@ class Remote:
         self.num_retries = 0
 
     def files(self, folder: str) -> list[RemoteFile]:
-        """Return the complete files below a folder; () where there is none."""
-        found = self._again(f"list {self.url}/{folder}", lambda: self._find(folder))
+        """Return the complete files below a folder; [] where there is none."""
+        found = self._attempts(f"list {self.url}/{folder}").run(lambda: self._find(folder))
         return [
             RemoteFile(path, size)
             for path, size in found
             if not path.rsplit("/", 1)[-1].startswith(".")
         ]
 
-    def find(self, path: str) -> RemoteFile | None:
-        """Return a file if it is there."""
-        facts = self._again(f"look at {self.url}/{path}", lambda: self._info(path))
+    def find(self, path: str, patience: Patience = PATIENT) -> RemoteFile | None:
+        """Return a file if it is there.
+
+        Raises:
+            StorageError: The connection broke too often.
+        """
+        attempts = self._attempts(f"look at {self.url}/{path}", patience)
+        facts = attempts.run(lambda: self._info(path))
         return None if facts is None else RemoteFile(path, int(facts["size"]))
 
     def upload(self, source: Path, path: str) -> bool:
@@ -101,99 +105,120 @@ class Remote:
         Raises:
             StorageError: The remote takes no files, or broke off too often.
         """
-        nbytes = source.stat().st_size
+        self._check_writable(path)
+        with storage_errors(source):
+            nbytes = source.stat().st_size
         there = self.find(path)
         if there is not None and there.nbytes == nbytes:
             return False
         target = self._full(path)
         folder, _, name = target.rpartition("/")
         part = f"{folder}/.{name}.{secrets.token_hex(6)}{PART_SUFFIX}"
+        self._sweep(folder)
 
         def copy() -> None:
             self._files.makedirs(folder, exist_ok=True)
             self._files.put_file(str(source), part)
+            self._files.invalidate_cache()
             if self._files.size(part) != nbytes:
                 raise ConnectionError("the copy has another size")
             self._files.mv(part, target)
 
         try:
-            self._again(f"write {self.url}/{path}", copy)
+            self._attempts(f"write {self.url}/{path}").run(copy)
         except BaseException:
-            with suppress(*_failures(), NotImplementedError):
+            with suppress(*failures(), NotImplementedError):
                 self._files.rm_file(part)
             raise
         return True
 
-    def download(self, file: RemoteFile, target: Path, partial: Path) -> None:
+    def download(self, file: RemoteFile, partial: Path, patience: Patience = PATIENT) -> None:
         """Copy a file from the remote; goes on where an earlier call stopped.
 
         Args:
-            file: What `find` or `list` returned.
-            target: Where it will be, in one step; its content is not verified here.
-            partial: Where the bytes collect until they are complete; kept on failure.
+            file: What `find` or `files` returned.
+            partial: Where the bytes collect; kept on failure. Its content is not verified here.
+            patience: When to give up.
 
         Raises:
             StorageError: It is gone, or the connection broke too often.
         """
-        make_folder(partial.parent)
-        facts = self._again(f"look at {self.url}/{file.path}", lambda: self._info(file.path))
-        if facts is None:
-            raise StorageError(f"{self.url}/{file.path} is gone", hint="push it again")
-        size, mark = int(facts["size"]), _version_of(facts)
+        attempts = self._attempts(f"read {self.url}/{file.path}", patience)
         note = partial.with_name(partial.name + ".json")
-        start = _resume_at(partial, note, mark)
-        if start == 0:
-            write_file(note, json.dumps(mark).encode())
-        with storage_errors(partial), partial.open("r+b" if start else "wb", buffering=0) as part:
-            part.truncate(start)
-            part.seek(start)
-            while start < size:
-                stop = min(start + CHUNK, size)
-                piece = self._again(
-                    f"read {self.url}/{file.path} from byte {start}",
-                    partial_call(self._range, file.path, start, stop),
-                )
-                write_all(part.fileno(), piece)
-                start += len(piece)
-        make_folder(target.parent)
-        with storage_errors(target), partial.open("rb") as part:
-            os.fsync(part.fileno())
-            partial.replace(target)
-            note.unlink(missing_ok=True)
-            sync_folder(target.parent)
+        for _ in range(MAX_VERSIONS):
+            facts = attempts.run(lambda: self._info(file.path))
+            if facts is None:
+                raise StorageError(f"{self.url}/{file.path} is gone", hint="push it again")
+            version = version_of(facts)
+            if not _may_go_on(partial, note, version):
+                with storage_errors(partial):
+                    partial.unlink(missing_ok=True)
+                write_file(note, json.dumps(version).encode())
+            whole = self._collect(file.path, version, partial, attempts)
+            with storage_errors(note):
+                note.unlink(missing_ok=True)
+            if whole:
+                return
+        raise StorageError(
+            f"{self.url}/{file.path} was written again and again while it was read",
+            hint="try again when nobody pushes it",
+        )
 
     def read(self, path: str) -> bytes | None:
         """Return a small file, or None if it is not there."""
-        if self._again(f"look at {self.url}/{path}", lambda: self._info(path)) is None:
-            return None
-        content: bytes = self._again(
-            f"read {self.url}/{path}", lambda: self._files.cat_file(self._full(path))
-        )
-        return content
+
+        def read() -> bytes | None:
+            if self._info(path) is None:
+                return None
+            content: bytes = self._files.cat_file(self._full(path))
+            return content
+
+        return self._attempts(f"read {self.url}/{path}").run(read)
 
     def write(self, path: str, content: bytes) -> None:
-        """Write a small file."""
+        """Write a small file.
+
+        Raises:
+            StorageError: The remote takes no files, or broke off too often.
+        """
+        self._check_writable(path)
         target = self._full(path)
 
         def put() -> None:
             self._files.makedirs(target.rpartition("/")[0], exist_ok=True)
             self._files.pipe_file(target, content)
 
-        self._again(f"write {self.url}/{path}", put)
+        self._attempts(f"write {self.url}/{path}").run(put)
 
     def remove(self, path: str) -> None:
         """Remove a file; one that is not there is no fault."""
+        self._check_writable(path)
 
         def remove() -> None:
             with suppress(FileNotFoundError):
                 self._files.rm_file(self._full(path))
 
-        self._again(f"remove {self.url}/{path}", remove)
+        self._attempts(f"remove {self.url}/{path}").run(remove)
 
     # -- inside ----------------------------------------------------------------------------
 
+    def _attempts(self, what: str, patience: Patience = PATIENT) -> Attempts:
+        return Attempts(what, patience, self._sleep, self._count_retry)
+
+    def _count_retry(self) -> None:
+        self.num_retries += 1
+
     def _full(self, path: str) -> str:
         return f"{self._root.rstrip('/')}/{path}"
+
+    def _check_writable(self, path: str) -> None:
+        protocol = self._files.protocol
+        names = {protocol} if isinstance(protocol, str) else set(protocol)
+        if names & _READ_ONLY:
+            raise StorageError(
+                f"cannot write {self.url}/{path}: {sorted(names)[0]} is read-only",
+                hint="push to the folder or bucket that the server shows",
+            )
 
     def _find(self, folder: str) -> list[tuple[str, int]]:
         root = self._full(folder)
@@ -203,78 +228,104 @@ class Remote:
         except FileNotFoundError:
             return []
         cut = len(self._full("").lstrip("/"))
-        return [(str(p).lstrip("/")[cut:], int(f["size"])) for p, f in found.items()]
+        return [(str(p).lstrip("/")[cut:], int(f["size"] or 0)) for p, f in found.items()]
 
     def _info(self, path: str) -> dict[str, Any] | None:
+        """What the server says about a file; None if it says that there is none."""
         self._files.invalidate_cache()
         try:
             facts: dict[str, Any] = self._files.info(self._full(path))
-        except FileNotFoundError:
+        except FileNotFoundError as error:
+            _raise_other_cause(error)
             return None
         if facts.get("size") is None:
             raise ConnectionError("the server does not say how large the file is")
         return facts
 
-    def _range(self, path: str, start: int, stop: int) -> bytes:
-        piece: bytes = self._files.cat_file(self._full(path), start=start, end=stop)
-        if not piece or len(piece) > stop - start:
-            raise ConnectionError(f"{len(piece)} bytes came, {stop - start} were asked for")
-        return piece
+    def _collect(
+        self, path: str, version: dict[str, str], partial: Path, attempts: Attempts
+    ) -> bool:
+        """Append what is missing of a file; returns whether it is all of this version."""
+        while True:
+            try:
+                self._append(path, version, partial, attempts)
+                return version_of(self._info(path) or {}) == version
+            except ChangedError:
+                return False
+            except FileNotFoundError as error:
+                attempts.failed(ConnectionError(f"it is gone: {error}"))
+            except failures() as error:
+                attempts.failed(error)
 
-    def _again(self, what: str, action: Callable[[], Result]) -> Result:
-        """Do something, again and again if it fails."""
-        for attempt in range(1, MAX_ATTEMPTS + 1):
-            with _refusals(what):
-                try:
-                    return action()
-                except (FileNotFoundError, PermissionError):
-                    raise
-                except _failures() as error:
-                    if attempt == MAX_ATTEMPTS:
-                        raise StorageError(
-                            f"cannot {what}: {_reason(error)} ({attempt} attempts)",
-                            hint="check the connection; what has arrived is kept, try again",
-                        ) from error
-            self.num_retries += 1
-            longest = min(FIRST_WAIT_SECONDS * 2 ** (attempt - 1), MAX_WAIT_SECONDS)
-            self._sleep(longest * random.uniform(0.5, 1.0))  # so that clients spread out
-        raise AssertionError("unreachable")
+    def _append(
+        self, path: str, version: dict[str, str], partial: Path, attempts: Attempts
+    ) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | getattr(os, "O_CLOEXEC", 0)
+        with storage_errors(partial):
+            file = os.open(partial, flags, FILE_MODE)
+        try:
+            with storage_errors(partial):
+                start = os.lseek(file, 0, os.SEEK_END)
+            coming = pieces(self._files, self._full(path), start, version, attempts.num_failed)
+            with closing(coming):
+                for piece in coming:
+                    with storage_errors(partial):
+                        write_all(file, piece)
+                    attempts.progress(len(piece))
+            with storage_errors(partial):
+                os.fsync(file)
+        finally:
+            os.close(file)
 
-
-@contextmanager
-def _refusals(what: str) -> Iterator[None]:
-    """What no second attempt changes."""
-    try:
-        yield
-    except StorageError:
-        raise
-    except (NotImplementedError, PermissionError, FileNotFoundError) as error:
-        raise StorageError(
-            f"cannot {what}: {_reason(error)}",
-            hint="this place may only be read, or your credentials do not reach it",
-        ) from error
-
-
-def _failures() -> tuple[type[BaseException], ...]:
-    """What a file system raises when a connection breaks."""
-    found: tuple[type[BaseException], ...] = (OSError, EOFError, http.client.HTTPException)
-    aiohttp = sys.modules.get("aiohttp")
-    return found if aiohttp is None else (*found, aiohttp.ClientError)
-
-
-def _reason(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+    def _sweep(self, folder: str) -> None:
+        """Remove what uploads that died have left in a folder."""
+        with suppress(*failures(), NotImplementedError, StorageError):
+            for facts in self._files.ls(folder, detail=True):
+                path = str(facts["name"])
+                name = path.rsplit("/", 1)[-1]
+                if name.startswith(".") and name.endswith(PART_SUFFIX):
+                    age = time.time() - self._files.modified(path).timestamp()
+                    if age > STALE_SECONDS:
+                        self._files.rm_file(path)
 
 
-def _version_of(facts: dict[str, Any]) -> dict[str, str]:
-    """What tells one version of a remote file from another, as far as the server says it."""
-    names = ("size", "ETag", "etag", "mtime", "LastModified", "last_modified", "created")
-    return {name: str(facts[name]) for name in names if name in facts}
+def _raise_other_cause(error: FileNotFoundError) -> None:
+    """Raise what is behind a "not found" that only says that the server did not answer."""
+    cause = error.__cause__
+    status = getattr(cause, "status", None)
+    if cause is None or isinstance(cause, FileNotFoundError) or status in (404, 410):
+        return
+    if status in (401, 403):
+        raise PermissionError(str(cause)) from cause
+    raise ConnectionError(" ".join(str(cause).split()) or type(cause).__name__) from cause
 
 
-def _resume_at(partial: Path, note: Path, mark: dict[str, str]) -> int:
-    """Return how many bytes of this very version are here already."""
+def _timeouts(url: str) -> dict[str, Any]:
+    """Options that keep one attempt short; fsspec's defaults wait for minutes."""
+    protocol = url.partition("://")[0]
+    if protocol in ("http", "https"):
+        try:
+            import aiohttp
+        except ImportError:
+            return {}
+        patience = aiohttp.ClientTimeout(
+            total=None, sock_connect=CONNECT_SECONDS, sock_read=READ_SECONDS
+        )
+        return {"client_kwargs": {"timeout": patience}}
+    if protocol in ("s3", "s3a"):
+        return {
+            "config_kwargs": {
+                "connect_timeout": CONNECT_SECONDS,
+                "read_timeout": READ_SECONDS,
+                "retries": {"max_attempts": 1},
+            }
+        }
+    return {}
+
+
+def _may_go_on(partial: Path, note: Path, version: dict[str, str]) -> bool:
+    """Whether what is here already is the beginning of this very version."""
     with suppress(OSError, ValueError):
-        if json.loads(note.read_bytes()) == mark:
-            return min(partial.stat().st_size, int(mark["size"]))
-    return 0
+        noted = json.loads(note.read_bytes())
+        return bool(noted == version and partial.stat().st_size <= int(version["size"]))
+    return False

@@ -15,6 +15,7 @@ from pathlib import Path
 from torch import Tensor
 
 from kvnotes.errors import SegmentFormatError
+from kvnotes.plan import check_compiled
 from kvnotes.segment import KVSegment
 from kvnotes.store import container
 from kvnotes.store.atomic import new_file, write_all
@@ -25,6 +26,7 @@ from kvnotes.store.header import (
     Provenance,
     SegmentHeader,
     SegmentKind,
+    digest_text,
     make_header,
     tensor_shapes,
 )
@@ -32,8 +34,8 @@ from kvnotes.store.int8 import quantize
 from kvnotes.store.tensors import HASH_THREADS, bytes_of, checked_digest
 from kvnotes.store.trust import NO_TRUST, Trust, sealed_size
 
-SUFFIX = ".kv.safetensors"
-HEADER_KEY, SIGNATURE_KEY, SEALED_KEY = "kvnotes", "signature", "sealed"
+SUFFIX = container.SUFFIX
+HEADER_KEY, DIGEST_KEY, SIGNATURE_KEY, SEALED_KEY = "kvnotes", "sha256", "signature", "sealed"
 
 
 def save_segment(
@@ -64,9 +66,15 @@ def save_segment(
 
     Raises:
         SegmentFormatError: The segment cannot be stored: NaN, or already rounded once.
+        LineageError: It saw more than its preamble: a slice of a conversation.
+        TrustError: The package that signs and encrypts is not installed.
         StorageError: The folder cannot be written, or the disk is full; nothing is left.
     """
-    draft = _Draft(segment, kind, tenant, provenance or Provenance(), int8, Creation.now(versions))
+    provenance = provenance or Provenance()
+    _check_tensors(segment)
+    if kind == "segment":
+        check_compiled(provenance.name or "without a name", segment.run, segment.preamble_ids)
+    draft = _Draft(segment, kind, tenant, provenance, int8, Creation.now(versions))
     if trust.encryption_key is None:
         return _save_plain(path, draft, trust)
     return _save_sealed(path, draft, trust)
@@ -125,6 +133,24 @@ class _Draft:
             created=self.created,
             digests=tuple(digests),
         )
+
+
+def _check_tensors(segment: KVSegment) -> None:
+    """Refuse tensors that are not those which the header will describe."""
+    spec = segment.identity.spec
+    expected = [
+        (spec.dtype, (layer.num_kv_heads, segment.num_tokens, layer.head_dim))
+        for layer in spec.layers
+    ]
+    for layers in (segment.keys, segment.values):
+        found = [(str(t.dtype).removeprefix("torch."), tuple(t.shape)) for t in layers]
+        if found != expected:
+            pairs = zip(found, expected, strict=False)
+            mine, theirs = next((p for p in pairs if p[0] != p[1]), (len(found), len(expected)))
+            raise SegmentFormatError(
+                f"the segment holds layers of {mine}, its model makes {theirs}",
+                hint="save what an engine compiled; `converted` gives another dtype",
+            )
 
 
 class _Digests:
@@ -194,14 +220,15 @@ def _save_sealed(path: Path, draft: _Draft, trust: Trust) -> SegmentHeader:
 def _largest_header(draft: _Draft, trust: Trust) -> int:
     """Return a size that the first bytes fit into, before digests and errors are known."""
     shapes = draft.shapes()
-    blank = draft.header(["0" * 64] * len(shapes), (0.1234567890123456e-3,) * 2)
+    errors = (0.1234567890123456e-3,) * 2 if draft.int8 else (0.0, 0.0)
+    blank = draft.header(["0" * 64] * len(shapes), errors)
     return len(_first_bytes(blank, trust, 0)) + container.PAGE
 
 
 def _first_bytes(header: SegmentHeader, trust: Trust, size: int) -> bytes:
     """Return everything before the tensors, padded to `size` bytes."""
     text = header.to_json()
-    metadata = {HEADER_KEY: text}
+    metadata = {HEADER_KEY: text, DIGEST_KEY: digest_text(text)}
     signature = trust.sign(text)
     if signature is not None:
         metadata[SIGNATURE_KEY] = signature

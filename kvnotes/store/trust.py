@@ -13,19 +13,24 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import secrets
 import struct
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from kvnotes.errors import SegmentFormatError, TrustError
+from kvnotes.settings import Settings
 
 CHUNK = 1 << 20
 """Plain bytes of one encrypted chunk."""
 TAG_NBYTES = 16
 KEY_NBYTES = 32
+KEY_ID_NBYTES = 8
+MAX_ENTRY = 1000
+"""Longest metadata text that says how a file is signed or sealed, in characters."""
 _CIPHER = "AES-256-GCM"
 _SEALED_VERSION = 1
 
@@ -40,9 +45,9 @@ class Trust:
         encryption_key: 32 bytes: new files are encrypted, and encrypted ones can be read.
     """
 
-    signing_key: bytes | None = None
+    signing_key: bytes | None = field(default=None, repr=False)
     trusted: tuple[bytes, ...] = ()
-    encryption_key: bytes | None = None
+    encryption_key: bytes | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         for key in (self.signing_key, self.encryption_key, *self.trusted):
@@ -51,6 +56,19 @@ class Trust:
                     f"a key has {len(key)} bytes, {KEY_NBYTES} are needed",
                     hint="see docs/security.md for how to make keys",
                 )
+
+    @classmethod
+    def from_settings(cls, settings: Settings) -> Trust:
+        """Read the keys that the environment names.
+
+        Raises:
+            TrustError: A file cannot be read or holds no such key.
+        """
+        return cls.from_files(
+            signing_key=settings.signing_key,
+            trusted=settings.trusted_keys,
+            encryption_key=settings.encryption_key,
+        )
 
     @classmethod
     def from_files(
@@ -76,12 +94,7 @@ class Trust:
         if self.signing_key is None:
             return None
         key = _crypto().private(self.signing_key)
-        entry = {
-            "algorithm": "ed25519",
-            "key": _crypto().public_of(key).hex(),
-            "signature": key.sign(_signed_text(header)).hex(),
-        }
-        return json.dumps(entry, sort_keys=True, separators=(",", ":"))
+        return _signature_text(_crypto().public_of(key).hex(), key.sign(_signed_text(header)).hex())
 
     def check(self, header: str, signature: str | None, where: str) -> str:
         """Check who signed a header.
@@ -97,7 +110,8 @@ class Trust:
         if self.trusted and (not signer or bytes.fromhex(signer) not in self.trusted):
             who = f"signed by {signer[:16]}" if signer else "not signed"
             raise TrustError(
-                f"{where} is {who}, {len(self.trusted)} other keys are trusted",
+                f"{where} is {who}; the signature of one of {len(self.trusted)} trusted keys is "
+                "needed",
                 hint="add its key to the trusted ones, or have it compiled again by one of them",
             )
         return signer
@@ -106,15 +120,7 @@ class Trust:
 
     def sealing(self, num_plain_bytes: int) -> str:
         """Return the metadata of a new sealed file: a salt of its own, no secrets."""
-        entry = {
-            "version": _SEALED_VERSION,
-            "cipher": _CIPHER,
-            "chunk": CHUNK,
-            "key_id": self._key_id(),
-            "nbytes": num_plain_bytes,
-            "salt": secrets.token_hex(KEY_NBYTES),
-        }
-        return json.dumps(entry, sort_keys=True, separators=(",", ":"))
+        return _sealing_text(self._key_id(), num_plain_bytes, secrets.token_hex(KEY_NBYTES))
 
     def encrypt(self, plain: Iterable[bytes | memoryview], sealing: str) -> Iterator[bytes]:
         """Encrypt pieces of a plain file, of any size, into chunks."""
@@ -153,7 +159,8 @@ class Trust:
     def _key_id(self) -> str:
         """Short name of the encryption key, which does not give it away."""
         assert self.encryption_key is not None
-        return hashlib.sha256(b"kvnotes key id" + self.encryption_key).hexdigest()[:16]
+        digest = hashlib.sha256(b"kvnotes key id" + self.encryption_key)
+        return digest.digest()[:KEY_ID_NBYTES].hex()
 
     def _cipher(self, entry: dict[str, Any]) -> Any:
         assert self.encryption_key is not None
@@ -183,41 +190,63 @@ def _verified(header: str, signature: str, where: str) -> str:
             f"{where} has a signature that does not fit it",
             hint="the file was changed after it was signed; get it again",
         ) from error
-    return entry["key"]
+    return str(entry["key"])
 
 
-def _signature_entry(signature: str, where: str) -> dict[str, str]:
-    try:
-        entry = json.loads(signature)
-        fine = set(entry) == {"algorithm", "key", "signature"} and entry["algorithm"] == "ed25519"
-        fine = fine and len(bytes.fromhex(entry["key"])) == KEY_NBYTES
-    except (ValueError, TypeError, RecursionError):
-        fine = False
-    if not fine:
+def _signature_text(key: str, signature: str) -> str:
+    entry = {"algorithm": "ed25519", "key": key, "signature": signature}
+    return json.dumps(entry, sort_keys=True, separators=(",", ":"))
+
+
+def _signature_entry(signature: str, where: str) -> dict[str, Any]:
+    """Return the parts of a signature that is written exactly as we write one."""
+    entry = _texts_of(signature)
+    key, value = entry.get("key"), entry.get("signature")
+    fine = _is_hex(key, KEY_NBYTES) and _is_hex(value, 2 * KEY_NBYTES)
+    if not fine or signature != _signature_text(str(key), str(value)):
         raise SegmentFormatError(
             f"{where} has a signature of an unknown form", hint="the file is damaged; get it again"
         )
-    return {name: str(entry[name]) for name in entry}
+    return entry
+
+
+def _sealing_text(key_id: str, num_plain_bytes: int, salt: str) -> str:
+    entry = {
+        "version": _SEALED_VERSION,
+        "cipher": _CIPHER,
+        "chunk": CHUNK,
+        "key_id": key_id,
+        "nbytes": num_plain_bytes,
+        "salt": salt,
+    }
+    return json.dumps(entry, sort_keys=True, separators=(",", ":"))
 
 
 def _sealing_entry(sealing: str, num_bytes: int, where: str) -> dict[str, Any]:
-    names = {"version", "cipher", "chunk", "key_id", "nbytes", "salt"}
-    try:
-        entry = json.loads(sealing)
-        fine = isinstance(entry, dict) and set(entry) == names
-        fine = fine and (entry["version"], entry["cipher"]) == (_SEALED_VERSION, _CIPHER)
-        fine = fine and entry["chunk"] == CHUNK and len(bytes.fromhex(entry["salt"])) == KEY_NBYTES
-        fine = fine and type(entry["nbytes"]) is int and entry["nbytes"] >= 0
-        fine = fine and sealed_size(entry["nbytes"]) == num_bytes
-    except (ValueError, TypeError, RecursionError):
-        fine = False
-    if not fine:
+    """Return the parts of a sealing that is written exactly as we write one."""
+    entry = _texts_of(sealing)
+    key_id, nbytes, salt = (entry.get(name) for name in ("key_id", "nbytes", "salt"))
+    fine = _is_hex(key_id, KEY_ID_NBYTES) and _is_hex(salt, KEY_NBYTES)
+    fine = fine and type(nbytes) is int and nbytes >= 0 and sealed_size(nbytes) == num_bytes
+    if not fine or sealing != _sealing_text(str(key_id), entry["nbytes"], str(salt)):
         raise SegmentFormatError(
             f"{where} is encrypted in a form this kvnotes does not know, or was cut off",
             hint="upgrade kvnotes, or compile the segment again",
         )
-    found: dict[str, Any] = entry
-    return found
+    return entry
+
+
+def _texts_of(text: str) -> dict[str, Any]:
+    """Parse a small JSON object; {} for anything else."""
+    try:
+        entry = json.loads(text) if len(text) <= MAX_ENTRY else None
+    except (ValueError, RecursionError):
+        entry = None
+    return entry if isinstance(entry, dict) else {}
+
+
+def _is_hex(value: object, num_bytes: int) -> bool:
+    return isinstance(value, str) and bool(re.fullmatch(f"[0-9a-f]{{{2 * num_bytes}}}", value))
 
 
 def _rechunked(pieces: Iterable[bytes | memoryview]) -> Iterator[tuple[bytes, bool]]:
@@ -250,21 +279,22 @@ def _public_bytes(path: Path) -> bytes:
 
 
 def _hex_key(path: Path) -> bytes:
-    try:
-        return bytes.fromhex(_read_key(path).decode("ascii").strip())
-    except ValueError as error:
+    text = _read_key(path).decode("latin-1").strip()
+    if not re.fullmatch(f"[0-9a-fA-F]{{{2 * KEY_NBYTES}}}", text):
         raise TrustError(
-            f"the key file {path} holds no hex digits",
+            f"the key file {path} holds {len(text)} characters, not {2 * KEY_NBYTES} hex digits",
             hint="make one: python -c 'import secrets; print(secrets.token_hex(32))'",
-        ) from error
+        )
+    return bytes.fromhex(text)
 
 
 def _read_key(path: Path) -> bytes:
     try:
         return path.read_bytes()
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        reason = getattr(error, "strerror", None) or error
         raise TrustError(
-            f"cannot read the key file {path}: {error.strerror}", hint="check its name and mode"
+            f"cannot read the key file {path}: {reason}", hint="check its name and mode"
         ) from error
 
 

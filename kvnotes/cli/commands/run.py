@@ -55,6 +55,7 @@ def run(
 ) -> None:
     """Run a scenario and compare each turn with full prefill."""
     from kvnotes.cli.check import prepare
+    from kvnotes.cli.run import load_prepared
     from kvnotes.cli.source import read_source
 
     overrides = {"strategy": strategy, "model": model, "dtype": dtype}
@@ -64,26 +65,11 @@ def run(
         return
     progress = Progress(wanted=not quiet)
     try:
-        loaded, num_threads = _load(prepared, threads, progress)
+        loaded, num_threads = load_prepared(prepared, threads, progress.say)
         execution = _Execution(prepared, loaded, num_threads, compare, repeat, progress)
         execution.as_json() if json else execution.as_table()
     finally:
         progress.clear()
-
-
-def _load(prepared: Prepared, threads: int | None, progress: Progress) -> tuple[Model, int]:
-    """Load the model; its conversion, on first use, shows a bar of its own."""
-    from kvnotes.engine.base import set_num_threads
-    from kvnotes.engine.models import resolve_model
-    from kvnotes.session import load
-
-    num_threads = set_num_threads(threads)
-    resolve_model(prepared.model)
-    progress.say(f"loading {prepared.model}")
-    model = load(
-        prepared.model, dtype=prepared.scenario.dtype, chat_template=prepared.chat_template
-    )
-    return model, num_threads
 
 
 class _Execution:

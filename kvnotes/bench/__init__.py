@@ -1,0 +1,1 @@
+"""Items that measure kvnotes, and the code that scores them; the scripts are in bench/."""

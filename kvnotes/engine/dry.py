@@ -1,0 +1,159 @@
+"""An engine that computes nothing: what would run, before it runs.
+
+Owns `DryEngine`. Plans are executed over buffers without memory (torch's "meta" device), so
+sessions plan on it exactly as on the engine it stands for: plans depend on tokens and
+lineage, never on the values of K/V. What does depend on them is a placeholder: generated
+tokens, scores of choices, and which notes deviate most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from kvnotes.engine.base import Engine, Execution, Executor, SamplingParams, Stopwatch
+from kvnotes.engine.execute import find_source, settle
+from kvnotes.engine.generate import TokenStream
+from kvnotes.errors import EngineError
+from kvnotes.plan import Match, Plan, Reuse, Run
+from kvnotes.segment import Buffer, KVCache, KVSegment
+
+GOLDEN = 0.6180339887498949
+"""Multiples of the golden ratio, without their whole parts: the largest of them, however many
+are taken, stand at even distances."""
+
+_NO_SCORE = 0.0
+
+
+class DryEngine(Engine):
+    """Executes plans in shapes alone.
+
+    Args:
+        engine: The engine it stands for; nothing of it is run, and none of its weights kept.
+        reply_id: The token that stands for every generated one.
+    """
+
+    def __init__(self, engine: Engine, reply_id: int = 0) -> None:
+        if not 0 <= reply_id < engine.spec.vocab_size:
+            raise EngineError(
+                f"token {reply_id} cannot stand for a reply, the model has "
+                f"{engine.spec.vocab_size} tokens",
+                hint="take a token of the model's vocabulary",
+            )
+        self.identity = engine.identity
+        self.rotary = engine.rotary
+        self.cost = engine.cost
+        self._note_score_share = engine.note_score_share
+        self._reply_id = reply_id
+        self._dtype: torch.dtype = getattr(torch, engine.spec.dtype)
+
+    def compile(self, token_ids: Sequence[int], preamble_ids: Sequence[int] = ()) -> KVSegment:
+        """Return a segment without memory."""
+        ids, preamble = tuple(token_ids), tuple(preamble_ids)
+        if not ids:
+            raise EngineError("nothing to compile: the segment has no tokens", hint="give it text")
+        whole = (*preamble, *ids)
+        self.check_length(len(whole), "the segment")
+        return self.stand_in(Run(whole).cut(len(preamble), len(whole)), preamble)
+
+    def stand_in(self, run: Run, preamble_ids: tuple[int, ...]) -> KVSegment:
+        """Return a segment without memory for one that another engine has compiled."""
+        part = self._buffer(len(run)).segment(run, 0, self.identity)
+        return KVSegment(run, self.identity, part.keys, part.values, preamble_ids=preamble_ids)
+
+    def execute(
+        self,
+        plan: Plan,
+        *,
+        base: KVCache | None = None,
+        segments: Iterable[KVSegment] = (),
+        consume: bool = False,
+        executor: Executor = "fast",
+    ) -> Execution:
+        """Return the cache that a plan leaves, without its K/V."""
+        watch = Stopwatch()
+        sources = self.sources_of(plan, base, segments)
+        for step in plan.steps:
+            if isinstance(step, Reuse):
+                find_source(step.run, sources)
+        cache = settle(plan, sources, self._buffer(len(plan.token_ids)), self.identity)
+        logits = self._logits() if plan.yields_logits else None
+        return Execution(cache, logits, watch.elapsed_ms)
+
+    def generate(
+        self, start: Execution, params: SamplingParams, stop_ids: frozenset[int] = frozenset()
+    ) -> TokenStream:
+        """Generate the stand-in token until the limit."""
+        self.check_length(start.cache.length + params.max_new_tokens, "prompt and new tokens")
+        return TokenStream(self, start, params, stop_ids)
+
+    def score(self, start: Execution, choices: Sequence[Sequence[int]]) -> tuple[float, ...]:
+        """Return placeholders: no choice is known to be likelier."""
+        if not choices or not all(choices):
+            raise EngineError(
+                "a choice to score has no tokens", hint="give at least one non-empty choice"
+            )
+        longest = max(len(choice) for choice in choices)
+        if longest > 1:
+            self.check_length(start.cache.length + longest, "prompt and choices")
+        return (_NO_SCORE,) * len(choices)
+
+    def note_scores(
+        self, cache: KVCache, token_ids: Sequence[int], matches: Sequence[Match]
+    ) -> list[tuple[int, float]]:
+        """Return placeholders: the highest are spread evenly over the tokens that are scored."""
+        start = next((m.num_tokens for m in matches if m.source_start == m.target_start == 0), 0)
+        scored = [
+            position
+            for match in matches
+            for position in range(match.target_start, match.target_start + match.num_tokens)
+            if position >= start
+        ]
+        return [(position, (i + 1) * GOLDEN % 1) for i, position in enumerate(scored)]
+
+    @property
+    def note_score_share(self) -> float:
+        """Share of the layers that the engine's own scoring runs."""
+        return self._note_score_share
+
+    def masked_forward(
+        self,
+        token_ids: Sequence[int],
+        positions: Int[Tensor, " tokens"],
+        visible: Bool[Tensor, "tokens tokens"],
+        rows: Sequence[int],
+    ) -> Float[Tensor, "rows vocab"]:
+        """Refuse: a reference without K/V is none."""
+        raise EngineError("a dry run has no reference", hint="run it on the engine itself")
+
+    def writable_buffer(self, cache: KVCache, num_tokens: int) -> Buffer:
+        """Return a buffer for so many tokens; there is nothing to copy into it."""
+        return self._buffer(num_tokens)
+
+    def step(self, token_id: int, position: int, buffer: Buffer) -> Float[Tensor, " vocab"]:
+        """Return logits that are certain of the stand-in token."""
+        return self._logits()
+
+    def _logits(self) -> Tensor:
+        logits = torch.full((self.spec.vocab_size,), -torch.inf)
+        logits[self._reply_id] = 0.0
+        return logits
+
+    def _buffer(self, num_tokens: int) -> Buffer:
+        layers = [
+            [
+                torch.empty(
+                    layer.num_kv_heads,
+                    num_tokens,
+                    layer.head_dim,
+                    dtype=self._dtype,
+                    device="meta",
+                )
+                for layer in self.spec.layers
+            ]
+            for _ in range(2)
+        ]
+        return Buffer(*layers)
