@@ -253,7 +253,7 @@ def _cost(
         num_present=sum(unit.present for unit in units),
         num_tokens=max((len(unit.span.token_ids) for unit in units), default=0),
         nbytes=sum(_nbytes(model, unit.span, int8=int8) for unit in units),
-        predicted_ms=sum(_predicted_ms(model, u.span) for u in units if not u.present),
+        predicted_ms=sum((_predicted_ms(model, u.span) for u in units if not u.present), 0.0),
         skipped=skipped,
     )
 

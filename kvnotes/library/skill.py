@@ -81,11 +81,12 @@ class Skill:
                     f"skill {self.name!r} has the variants {list(values)} of {field!r}",
                     hint="give each value once, and at least one",
                 )
-        unknown = [field for field, _ in self.fields if field not in self.field_names]
+        known = self.field_names  # also refuses what is no template
+        unknown = [field for field, _ in self.fields if field not in known]
         if unknown:
             raise TemplateError(
                 f"skill {self.name!r} has a value for {unknown[0]!r}, its text and preamble have "
-                f"the fields {', '.join(self.field_names) or 'none'}",
+                f"the fields {', '.join(known) or 'none'}",
                 hint=f"write {{{{{unknown[0]}}}}} where the value stands, or remove it",
             )
 
