@@ -166,7 +166,8 @@ class ChatLoop:
         values = {name: given[0] for name, given in skill.variants} | dict(skill.fields)
         own = self.session.values
         brought = {name: value for name, value in values.items() if name not in own}
-        self._say_waiting(self.session.splice(skill.segment, role=skill.role, values=brought))
+        role = skill.message().role
+        self._say_waiting(self.session.splice(skill.segment, role=role, values=brought))
 
     def _drop(self, id: str) -> None:
         self._say_waiting(self.session.delete(id))

@@ -71,7 +71,7 @@ def is_counter(text: str, context: Context) -> bool:
     if context.label.has(LIMITS):
         return False
     named = context.label.has(NAMES) and (_is_turn(context) or _is_usage(text, context))
-    return named or _is_left(context) or _is_way(text, context)
+    return named or _is_left(text, context) or _is_way(text, context)
 
 
 def _is_turn(context: Context) -> bool:
@@ -99,7 +99,8 @@ def _is_usage(text: str, context: Context) -> bool:
         return label.has(_COUNTED)
     if not label.separated:
         return False
-    if label.has(_GAUGES) or (label.has(_LEVELS) and "current" in label.words):
+    near = label.words[-2:] if label.last == "level" else label.words[-1:]
+    if not _GAUGES.isdisjoint(near) or (label.has(_LEVELS) and "current" in label.words):
         return True
     if label.separator == "=" and label.last in _COSTS:
         return True
@@ -110,8 +111,10 @@ def _is_usage(text: str, context: Context) -> bool:
     return label.has(_COUNTED) or (label.has(_USED) and _noun_after(context) in _COUNTED)
 
 
-def _is_left(context: Context) -> bool:
+def _is_left(text: str, context: Context) -> bool:
     """Whether it is what is left or used: "8 steps left", "you have used 12 of 40 steps"."""
+    if text[0] in "$€£" and "so far" not in context.after:
+        return False  # money that is left belongs to somebody
     left = _LEFT_AFTER.match(context.after) or _OF_THIS.match(context.after)
     if not left and _noun_after(context) not in _COUNTED:
         return False

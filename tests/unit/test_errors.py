@@ -24,6 +24,8 @@ BUILTIN = {
     "SegmentFormatError": ValueError,
     "ScenarioError": ValueError,
     "StorageError": OSError,
+    "TrustError": PermissionError,
+    "InputError": ValueError,
     "EngineError": RuntimeError,
 }
 

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from kvnotes.store import OpenFile
 
 
+MAX_NAME = 40
+"""Longer file names are those of the store: a key, of which the beginning is enough."""
+
+
 def verify(
     targets: Annotated[
         list[str],
@@ -164,6 +168,7 @@ def _print(files: Sequence[VerifiedFile]) -> None:
         if (done := file.recomputed) is not None:
             again = f"{done.checked_tokens:,} of {done.tokens:,} tokens, gap {done.max_gap:.1e}"
         name = Path(file.path).name
+        name = name if len(name) < MAX_NAME else f"{name[:12]}..."
         title = f"{file.key[:12]} {file.segment}".rstrip() if file.key else name
         signer = file.signer[:16] if file.signer else "nobody"
         rows.append((title, "ok" if file.ok else "FAILED", signer if file.key else "-", again))
