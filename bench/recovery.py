@@ -17,7 +17,7 @@ from common import arguments, load, save
 import kvnotes
 from kvnotes.plan import Match, Plan, clip, plan_keep
 from kvnotes.prompt import Message
-from kvnotes.session.operations import Append, Edit, fold
+from kvnotes.session.operations import Edit, Insert, fold
 from kvnotes.session.verify import Checker
 
 STRATEGIES = ("stale", "refresh", "selective", "erratum", "refresh+erratum", "suffix", "reprefill")
@@ -154,7 +154,7 @@ def verify_rates(model: Any, items: list[dict[str, Any]]) -> dict[str, Any]:
 def _result(model: Any, item: dict[str, Any], arm: str) -> tuple[Any, Any, Any, Any]:
     """Compute a turn by one strategy; return it with what a checker needs."""
     talk = session(model, item, "suffix")._talk
-    question = Append(Message("user", item["question"], id="question", trusted=False))
+    question = Insert(Message("user", item["question"], id="question", trusted=False))
     change = Edit(item["edit"], arm)
     style, mode = talk.style, talk.mode
     state = fold(talk.base, (change, question), arm, style=style, mode=mode)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -13,6 +14,7 @@ from kvnotes import SamplingParams, Session
 from kvnotes.engine.base import Execution, Stopwatch
 from kvnotes.engine.hf import HFEngine
 from kvnotes.fidelity import compare, mask_reference
+from kvnotes.plan import Layout
 from kvnotes.prompt import PromptTokenizer
 from kvnotes.session import Model
 
@@ -79,3 +81,51 @@ def statements(session: Session, field: str = "status") -> list[str]:
     """Every value the prompt states for a field, in order."""
     spans = session.render().field_spans(field)
     return [span.value for span in spans]
+
+
+def rebuilt(session: Session, **options: Any) -> Session:
+    """A new session that is given what the session says now, and knows nothing else."""
+    state = session.state
+    return Session(
+        session.model,
+        messages=state.template.messages,
+        segments={segment.name: segment for segment in state.template.segments},
+        fields={name: state.values[name] for name in state.template.field_names},
+        **options,
+    )
+
+
+def lineage(session: Session) -> Layout:
+    """What the session's cache holds once everything is computed, in its one form."""
+    return run(session.fork()).cache.canonical_layout
+
+
+def tool(name: str, about: str) -> dict[str, Any]:
+    """The schema of a tool with one argument."""
+    parameter = {"type": "string", "description": f"Which {about}."}
+    return {
+        "name": name,
+        "description": f"Read the {about}.",
+        "parameters": {"type": "object", "properties": {"id": parameter}, "required": ["id"]},
+    }
+
+
+TOOLS = [tool("get_order", "order"), tool("get_price", "price"), tool("send_mail", "customer")]
+
+
+def desk(
+    model: Model | None = None, tools: Sequence[dict[str, Any]] = TOOLS, **options: Any
+) -> Session:
+    """A header, tools, then a field."""
+    session = Session(
+        model or tiny_model(),
+        messages=[
+            {"role": "system", "content": "You help. Call a tool.\n"},
+            {"role": "system", "content": "status: {{status}}\n", "id": "status"},
+        ],
+        fields={"status": "low"},
+        **options,
+    )
+    for schema in tools:
+        session.add_tool(schema, before="status")
+    return session

@@ -15,10 +15,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvnotes.engine.base import Engine, Execution, Executor, SamplingParams, Stopwatch
-from kvnotes.engine.execute import find_source, settle
+from kvnotes.engine.execute import settle
 from kvnotes.engine.generate import TokenStream
 from kvnotes.errors import EngineError
-from kvnotes.plan import Match, Plan, Reuse, Run
+from kvnotes.plan import Match, Plan, Run
 from kvnotes.segment import Buffer, KVCache, KVSegment
 
 GOLDEN = 0.6180339887498949
@@ -76,9 +76,6 @@ class DryEngine(Engine):
         """Return the cache that a plan leaves, without its K/V."""
         watch = Stopwatch()
         sources = self.sources_of(plan, base, segments)
-        for step in plan.steps:
-            if isinstance(step, Reuse):
-                find_source(step.run, sources)
         cache = settle(plan, sources, self._buffer(len(plan.token_ids)), self.identity)
         logits = self._logits() if plan.yields_logits else None
         return Execution(cache, logits, watch.elapsed_ms)

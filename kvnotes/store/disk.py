@@ -123,7 +123,7 @@ class DiskTier(StoreFolder):
         """
         with self.locks.hold(key):
             with suppress(SegmentFormatError):  # it was put aside
-                known = None if self.open(key, verify=False) is None else self.entry(key)
+                known = None if self.open(key) is None else self.entry(key)
                 if known is not None:
                     self.used(key)
                     if pinned:

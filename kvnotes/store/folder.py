@@ -122,12 +122,13 @@ class StoreFolder:
         files = self._keys_of_files()
         gone = {entry.key for entry in known} - files
         new = self._read_entries(files - {entry.key for entry in known}, refused)
-        if gone or new:
-            with suppress(StorageError):  # only the table lags behind
-                self.index.write(lambda table: self._repair(table, gone, new))
+        if not (gone or new):
+            return known
+        try:
+            return self.index.write(lambda table: self._repair(table, gone, new))
+        except StorageError:  # only the table lags behind
             left = [entry for entry in known if entry.key not in gone]
-            known = sorted([*left, *new], key=lambda e: (e.name, e.version, e.variant, e.key))
-        return known
+            return sorted([*left, *new], key=lambda e: (e.name, e.version, e.variant, e.key))
 
     def entry(self, key: str) -> Entry | None:
         """Return the entry of a file, None where there is none.
@@ -284,7 +285,7 @@ class StoreFolder:
         left = table.nbytes()
         chosen: list[Family] = []
         if left > max_nbytes:
-            stay = {keep}
+            stay = {*self.pinned(), keep}
             for family in table.families():
                 if left <= max_nbytes:
                     break
@@ -324,13 +325,16 @@ class StoreFolder:
             self.index.write(lambda table: self._repair(table, known - files, new))
             self._counted = True
 
-    def _repair(self, table: Table, gone: Collection[str], new: Collection[Entry]) -> None:
+    def _repair(
+        self, table: Table, gone: Collection[str], new: Collection[Entry]
+    ) -> list[Entry]:
         # a file may have come since the folder was read
         table.delete([key for key in gone if not self.has(key)])
         for entry in sorted(new, key=lambda e: e.used_at):
             if table.get(entry.key) is None and self.has(entry.key):
                 table.put(entry)
         table.mark_complete()
+        return table.entries()
 
     def _read_entries(
         self, keys: Collection[str], refused: Refused = lambda key, error: None

@@ -114,7 +114,7 @@ class Remote:
         target = self._full(path)
         folder, _, name = target.rpartition("/")
         part = f"{folder}/.{name}.{secrets.token_hex(6)}{PART_SUFFIX}"
-        self._sweep(folder)
+        self.sweep(path.rpartition("/")[0])
 
         def copy() -> None:
             self._files.makedirs(folder, exist_ok=True)
@@ -200,6 +200,17 @@ class Remote:
 
         self._attempts(f"remove {self.url}/{path}").run(remove)
 
+    def sweep(self, folder: str) -> None:
+        """Remove what uploads that died have left in a folder, as far as that can be done."""
+        with suppress(*failures(), NotImplementedError, StorageError):
+            for facts in self._files.ls(self._full(folder), detail=True):
+                path = str(facts["name"])
+                name = path.rsplit("/", 1)[-1]
+                if name.startswith(".") and name.endswith(PART_SUFFIX):
+                    age = time.time() - self._files.modified(path).timestamp()
+                    if age > STALE_SECONDS:
+                        self._files.rm_file(path)
+
     # -- inside ----------------------------------------------------------------------------
 
     def _attempts(self, what: str, patience: Patience = PATIENT) -> Attempts:
@@ -276,17 +287,6 @@ class Remote:
                 os.fsync(file)
         finally:
             os.close(file)
-
-    def _sweep(self, folder: str) -> None:
-        """Remove what uploads that died have left in a folder."""
-        with suppress(*failures(), NotImplementedError, StorageError):
-            for facts in self._files.ls(folder, detail=True):
-                path = str(facts["name"])
-                name = path.rsplit("/", 1)[-1]
-                if name.startswith(".") and name.endswith(PART_SUFFIX):
-                    age = time.time() - self._files.modified(path).timestamp()
-                    if age > STALE_SECONDS:
-                        self._files.rm_file(path)
 
 
 def _raise_other_cause(error: FileNotFoundError) -> None:

@@ -114,7 +114,7 @@ def test_an_accepted_model_has_the_logits_of_its_own_attention(name: str) -> Non
     own = plain_logits(model_of(name), IDS)
     engine = engine_of(model_of(name))
     assert relative_gap(engine.prefill(IDS).last_logits(), own) < GAP
-    assert check_engine(engine) < GAP
+    assert check_engine(engine).worst < GAP
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -28,10 +28,12 @@ from kvnotes.errors import UnsupportedModelError
 from kvnotes.fidelity import (
     LOAD_TOLERANCE,
     MECHANICAL_TOLERANCE,
+    EngineCheck,
     check_engine,
     compare,
     floor_of,
     mask_reference,
+    measure_engine,
 )
 from kvnotes.plan import Match, Plan, Splice, plan_compose, plan_keep
 
@@ -212,7 +214,8 @@ def test_a_floor_compares_prefix_hits_at_exactly_these_cuts() -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_check_at_load_is_within_the_mechanical_tolerance(name: str) -> None:
-    assert check_engine(engine(name)) < MECHANICAL_TOLERANCE["float32"]
+    found = check_engine(engine(name))
+    assert max(found.splice_gap, found.edit_gap) == found.worst < MECHANICAL_TOLERANCE["float32"]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -232,6 +235,14 @@ def test_an_engine_that_moves_keys_wrongly_is_refused_at_load(
         UnsupportedModelError, match=r"differ from the masked forward by .* allowed"
     ):
         check_engine(engine("llama-gqa", dtype))
+    found = measure_engine(engine("llama-gqa", dtype))
+    assert found.splice_gap > found.tolerance
+
+
+def test_a_gap_that_is_no_number_is_refused() -> None:
+    for gaps in ((0.0, math.nan), (math.nan, 0.0)):
+        with pytest.raises(UnsupportedModelError, match="nan"):
+            EngineCheck("llama", *gaps, tolerance=1.0).require()
 
 
 def test_the_check_at_load_knows_every_dtype_that_can_be_loaded() -> None:

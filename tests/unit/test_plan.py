@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from kvnotes.errors import LineageError, PlanError, PlanGapError
@@ -445,6 +447,23 @@ def test_a_plan_costs_its_computed_tokens_and_what_they_see() -> None:
     moved = 3 * 0.01
     computed = 3 * (1 + 1.5 * 0.001) + 1 * (1 + 6.5 * 0.001)
     assert COST.predict_ms(spliced) == pytest.approx(0.5 + moved + computed)
+
+
+def test_every_pass_that_a_plan_needs_has_its_fixed_cost() -> None:
+    cost = replace(COST, tokens_per_pass=3)
+    more = cost.predict_ms(Plan.prefill(IDS)) - COST.predict_ms(Plan.prefill(IDS))
+    assert len(IDS) == 8 and more == pytest.approx(2 * 0.5)
+    assert [cost.passes_ms(n) for n in (0, 1, 3, 4, 6, 7)] == [0, 0.5, 0.5, 1.0, 1.0, 1.5]
+    assert COST.passes_ms(10_000) == 0.5
+
+
+def test_steps_add_up_to_the_plan() -> None:
+    plan = splice_behind((1, 2), 50)
+    steps = [COST.step_ms(plan, step) for step in plan.steps]
+    assert COST.predict_ms(plan) == pytest.approx(COST.passes_ms(plan.tokens.computed) + sum(steps))
+    assert steps[1] == pytest.approx(3 * 0.01), "a moved step"
+    kept = Plan(plan.token_ids, plan.steps, base=plan.layout)
+    assert COST.step_ms(kept, kept.steps[1]) == 0, "what is there already costs nothing"
 
 
 def test_a_splice_pays_only_above_the_break_even_length() -> None:

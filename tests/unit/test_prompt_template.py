@@ -53,8 +53,8 @@ def test_two_messages_of_one_id_are_refused() -> None:
 
 def test_changes_return_new_templates() -> None:
     user = Message("user", "x", id="x")
-    assert ids_of(CHAT.insert(1, user)) == ["sys", "x", "m0", "m1"]
-    assert ids_of(CHAT.insert(3, user)) == ["sys", "m0", "m1", "x"]
+    assert ids_of(CHAT.insert(user, "m0")) == ["sys", "x", "m0", "m1"]
+    assert ids_of(CHAT.insert(user, None)) == ["sys", "m0", "m1", "x"]
     assert ids_of(CHAT.remove("m0")) == ["sys", "m1"]
     assert ids_of(CHAT.replace("m0", user)) == ["sys", "x", "m1"]
     assert ids_of(CHAT.replace("m0", Message("user", "y"))) == ["sys", "m0", "m1"]
@@ -72,16 +72,12 @@ def test_changes_return_new_templates() -> None:
         lambda t: t.replace("sis", Message("user")),
         lambda t: t.move("sis", None),
         lambda t: t.move("m0", "sis"),
+        lambda t: t.insert(Message("user"), "sis"),
     ],
 )
 def test_unknown_message_names_the_nearest(change) -> None:
     with pytest.raises(TemplateError, match="did you mean 'sys'"):
         change(CHAT)
-
-
-def test_insert_outside_the_template_is_refused() -> None:
-    with pytest.raises(TemplateError, match="index 4"):
-        CHAT.insert(4, Message("user"))
 
 
 @pytest.mark.parametrize(
@@ -181,6 +177,37 @@ def test_pinned_message_shows_its_own_value() -> None:
     clean = template.without_errata()
     assert ids_of(clean) == ["m0"]
     assert [s.value for s in clean.render(VALUES, TOKENIZER).field_spans("stock")] == ["12"]
+
+
+def test_what_retracts_a_message_goes_with_it_and_both_are_gone_from_the_clean_reference() -> None:
+    tool = Message("system", "A tool.", id="tool")
+    note = ErratumStyle().retract("get", "tool", id="note")
+    template = CHAT.append(tool).append(note).append(Message("user", "x", id="x"))
+    assert note.content == "[STATE UPDATE] The tool get is no longer available. Do not call it."
+    assert note.is_trusted and note.is_erratum
+    assert ids_of(template.without_errata()) == ["sys", "m0", "m1", "x"]
+    assert ids_of(template.remove("tool")) == ["sys", "m0", "m1", "x"]
+    assert ids_of(template.remove("note")) == ["sys", "m0", "m1", "tool", "x"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"trusted": False}, {"erratum_of": "stock"}, {"generated_ids": (1,), "role": "assistant"}],
+)
+def test_a_retraction_is_a_trusted_message_of_its_own(options) -> None:
+    with pytest.raises(TemplateError, match="retracts 'tool'"):
+        Message(**{"role": "user", "content": "x", "retracts": "tool", **options})
+
+
+def test_a_segment_joins_under_a_name_that_no_other_text_uses() -> None:
+    policy, other = SegmentText("policy", "Never sell."), SegmentText("policy", "Never buy.")
+    held = CHAT.with_segment(policy)
+    assert held.segments == (policy,) and held.with_segment(policy) is held
+    assert held.with_segment(other).segments == (other,)
+    used = held.append(Message("system", "Mind: {{segment:policy}}"))
+    assert used.with_segment(policy) is used
+    with pytest.raises(TemplateError, match=r"'Never sell\.' at character 0.*'Never buy\.'"):
+        used.with_segment(other)
 
 
 def test_span_is_every_token_that_covers_a_character_of_the_value() -> None:
