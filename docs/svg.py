@@ -9,6 +9,9 @@ from collections.abc import Sequence
 from xml.sax.saxutils import escape, quoteattr
 
 CARD, INK, FAINT = "#f8f7f4", "#2b2f36", "#8a8f98"
+COLORS = {"R": "#9fb4cc", "R'": "#dfae47", "C": "#c4573f"}
+"""Of the steps of plans; computing is warm, reusing is cold."""
+SEEN, OTHER, UNSEEN = "#5f7f9f", "#dfae47", "#e4e2dc"
 FONT = "ui-sans-serif, system-ui, 'DejaVu Sans', Helvetica, Arial, sans-serif"
 
 

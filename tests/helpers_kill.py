@@ -16,14 +16,28 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from helpers_tiers import IDENTITY, find, named, run_named, start, variant
+from helpers_store import identity
+from helpers_tiers import find, named, run_named, start, variant
 
 from kvnotes.errors import KVNotesError
 from kvnotes.store import KVStore, Limits, Provenance, content_key, open_segment
 
-CALLS = ("open", "write", "fsync", "close", "replace", "unlink", "mkdir", "lseek", "ftruncate")
-LONG = 20_000
-"""Tokens of a segment whose file takes a while to write."""
+CALLS = (
+    "open",
+    "write",
+    "fsync",
+    "close",
+    "replace",
+    "rename",
+    "unlink",
+    "mkdir",
+    "lseek",
+    "ftruncate",
+    "sendfile",
+)
+MODEL = identity(num_layers=8, num_kv_heads=2, head_dim=32)
+LONG = 3000
+"""Tokens of a segment whose file takes a while to write: 12 MB."""
 
 WORKS = ("compile", "put", "variant", "push", "pull", "evict", "remove", "prune")
 
@@ -38,14 +52,14 @@ def work_forever(work: str, root: Path, remote: Path, notes: Path, long: bool, f
 
 def one_work(work: str, root: Path, remote: Path, name: str, num_tokens: int) -> None:
     """Do one kind of work on a name."""
-    limit = 6 * named(name, num_tokens).nbytes + 60_000 if work == "evict" else None
+    limit = 6 * named(name, num_tokens, who=MODEL).nbytes + 60_000 if work == "evict" else None
     store = KVStore(root, remote=str(remote), limits=Limits(max_nbytes=limit), memory_nbytes=1)
-    segment, source = named(name, num_tokens), Provenance(name=name)
+    segment, source = named(name, num_tokens, who=MODEL), Provenance(name=name)
     if work == "compile":
         run = run_named(name, num_tokens)
-        store.get_or_compile(IDENTITY, run, lambda: segment, source, strict=True)
+        store.get_or_compile(MODEL, run, lambda: segment, source, strict=True)
     elif work == "variant":
-        store.put(*variant(name, "x", num_tokens), pinned=True)
+        store.put(*variant(name, "x", num_tokens, who=MODEL), pinned=True)
     elif work == "pull":
         assert store.pull(key_of(far(name), num_tokens))
     else:
@@ -64,12 +78,12 @@ def far(name: str) -> str:
     return f"far{int(name.removeprefix('pull')) % NUM_FAR}"
 
 
-NUM_FAR = 12
+NUM_FAR = 4
 
 
 def key_of(name: str, num_tokens: int) -> str:
     """The content key of a name."""
-    return content_key("segment", "", IDENTITY.fingerprint, run_named(name, num_tokens).digest)
+    return content_key("segment", "", MODEL.fingerprint, run_named(name, num_tokens).digest)
 
 
 def die_at_call(call: int, work: str, root: Path, remote: Path, notes: Path, reached: Path) -> None:
@@ -100,9 +114,10 @@ class Scene:
     Args:
         folder: Empty.
         long: Files of some size: for kills at random times.
+        pulls: Files lie on the remote tier from the beginning.
     """
 
-    def __init__(self, folder: Path, *, long: bool) -> None:
+    def __init__(self, folder: Path, *, long: bool, pulls: bool = True) -> None:
         self.root, self.remote, self.notes = folder / "s", folder / "remote", folder / "notes"
         self.num_tokens = LONG if long else 8
         self.long = long
@@ -110,8 +125,8 @@ class Scene:
         self.faults: list[str] = []
         self._number = 0
         donor = KVStore(folder / "donor", remote=str(self.remote), memory_nbytes=1)
-        for index in range(NUM_FAR):
-            entry = donor.put(named(f"far{index}", self.num_tokens))
+        for index in range(NUM_FAR * pulls):
+            entry = donor.put(named(f"far{index}", self.num_tokens, who=MODEL))
             assert entry is not None
             donor.push([entry.key])
 
@@ -172,7 +187,7 @@ class Scene:
                 held = far(name)
             gone = name.startswith("remove")
             evicted = name.startswith("evict") and index < len(noted) - 4
-            found = find(store, held, self.num_tokens, **facts)
+            found = find(store, held, self.num_tokens, who=MODEL, **facts)
             if found is None and not gone and not evicted:
                 self.faults.append(f"{work}: {name} was acknowledged, and is lost")
             if name.startswith("push") and not elsewhere.pull(key_of(name, self.num_tokens)):
@@ -213,5 +228,6 @@ class Scene:
             store.remote.sweep(str(folder.relative_to(self.remote)))
         if list(self.remote.rglob(".*.part")):
             self.faults.append(f"{work}: a part on the remote tier was not taken away")
-        if sum(p.stat().st_size for p in self.root.rglob("*") if p.is_file()) > 100_000_000:
+        size = sum(p.stat().st_size for p in self.root.rglob("*") if p.is_file())
+        if size > 100_000_000 or work == "pull":  # what is here is not pulled
             store.remove([entry.key for entry in store.entries()])

@@ -63,9 +63,11 @@ def named(
     return KVSegment(run, who, tuple(layers[:count]), tuple(layers[count:]), preamble_ids=preamble)
 
 
-def variant(text: str, value: str, num_tokens: int = 8) -> tuple[KVSegment, Provenance]:
+def variant(
+    text: str, value: str, num_tokens: int = 8, *, who: ModelIdentity = IDENTITY
+) -> tuple[KVSegment, Provenance]:
     """One of a family: the same text behind another value of a field."""
-    segment = named(text, num_tokens, preamble=ids_of(value, 4))
+    segment = named(text, num_tokens, who=who, preamble=ids_of(value, 4))
     source = Provenance(
         name=text,
         text=text,

@@ -1,4 +1,4 @@
-"""Measure what this machine does, for predicted costs: some 30 ms at load.
+"""Measure what this machine does, for predicted costs: some 40 ms at load (SmolLM2).
 
 Four samples, each of the very code that a plan runs: a whole pass over a few tokens, which
 loading has just made; the first layer over a few and over many tokens; attention over a
@@ -27,7 +27,7 @@ warm weights, so what a pass costs by itself drops out."""
 NUM_QUERIES, NUM_KEYS = 64, 1024
 """Size of the attention sample: a turn over a prompt."""
 
-NUM_MOVED = 2048
+NUM_MOVED = 1024
 """Tokens of the sample that is moved: more than the second-level cache holds."""
 
 MAX_FIXED_SHARE = 0.875

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from kvnotes.store.header import Provenance, SegmentHeader, content_key, digest_text
     from kvnotes.store.index import Entry
     from kvnotes.store.memory import MemoryTier
-    from kvnotes.store.opening import OpenFile, VerifiedFiles, converted, load_segment, open_segment
+    from kvnotes.store.opening import OpenFile, converted, load_segment, open_segment
     from kvnotes.store.prune import Pruned, Rule
     from kvnotes.store.relay import remote_path
     from kvnotes.store.remote import Remote, RemoteFile
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from kvnotes.store.store import KVStore
     from kvnotes.store.tally import Counters, Fault
     from kvnotes.store.trust import NO_TRUST, Trust
+    from kvnotes.store.verified import VerifiedFiles
 
 _HOMES = {
     "NO_TRUST": "trust",
@@ -44,7 +45,7 @@ _HOMES = {
     "SegmentHeader": "header",
     "StoreFolder": "folder",
     "Trust": "trust",
-    "VerifiedFiles": "opening",
+    "VerifiedFiles": "verified",
     "content_key": "header",
     "converted": "opening",
     "digest_text": "header",

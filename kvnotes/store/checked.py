@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvnotes.errors import SegmentFormatError
 from kvnotes.store.header import SegmentHeader
 from kvnotes.store.index import Entry
-from kvnotes.store.opening import OpenFile, open_segment
 from kvnotes.store.trust import Trust
+
+if TYPE_CHECKING:  # with torch: listing takes none
+    from kvnotes.store.opening import OpenFile
 
 
 def open_checked(path: Path, key: str, tenant: str, trust: Trust) -> OpenFile | None:
@@ -31,6 +34,8 @@ def open_checked(path: Path, key: str, tenant: str, trust: Trust) -> OpenFile | 
     """
     if not os.path.lexists(path):
         return None
+    from kvnotes.store.opening import open_segment
+
     try:
         opened = open_segment(path, trust=trust)
     except SegmentFormatError:

@@ -12,18 +12,21 @@ import os
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvnotes.errors import SegmentFormatError, StorageError
-from kvnotes.segment import KVSegment
 from kvnotes.store.atomic import make_folder, storage_errors, sync_folder
 from kvnotes.store.checked import entry_of, open_checked
 from kvnotes.store.folder import SHARED, StoreFolder, inode, is_key
 from kvnotes.store.header import Provenance, SegmentKind, digest_text
 from kvnotes.store.index import Entry
-from kvnotes.store.opening import OpenFile, VerifiedFiles
-from kvnotes.store.records import Records
-from kvnotes.store.saving import save_segment
 from kvnotes.store.trust import NO_TRUST, Trust
+from kvnotes.store.verified import VerifiedFiles
+
+if TYPE_CHECKING:  # with torch: listing takes none
+    from kvnotes.segment import KVSegment
+    from kvnotes.store.opening import OpenFile
+    from kvnotes.store.records import Records
 
 FLUSH_SECONDS = 30.0
 """How often the index is told what was used; between, other processes may evict by older news."""
@@ -54,7 +57,6 @@ class DiskTier(StoreFolder):
         super().__init__(base, tenant, max_nbytes=max_nbytes, trust=trust)
         self._versions = versions
         self._seen = seen or VerifiedFiles()
-        self._texts = Records(self.root / "texts", trust, "text", suffix="")
         self._used: dict[str, float] = {}
         self._flushed_at = time.monotonic()
 
@@ -203,6 +205,12 @@ class DiskTier(StoreFolder):
             return None
         return content.decode("utf-8", "surrogatepass")
 
+    @property
+    def _texts(self) -> Records:
+        from kvnotes.store.records import Records
+
+        return Records(self.root / "texts", self.trust, "text", suffix="")
+
     def _write(
         self,
         key: str,
@@ -212,6 +220,8 @@ class DiskTier(StoreFolder):
         *,
         int8: bool,
     ) -> Entry:
+        from kvnotes.store.saving import save_segment
+
         path = self.path(key)
         header = save_segment(
             path,

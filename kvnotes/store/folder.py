@@ -28,6 +28,7 @@ from pathlib import Path
 
 from kvnotes.errors import KVNotesError, SegmentFormatError, StorageError, TrustError
 from kvnotes.store.atomic import make_folder, storage_errors, sync_folder, write_file
+from kvnotes.store.checked import read_entry
 from kvnotes.store.container import SUFFIX
 from kvnotes.store.index import INDEX_NAME, Entry, Family, Index, Table
 from kvnotes.store.locks import KeyLocks
@@ -325,9 +326,7 @@ class StoreFolder:
             self.index.write(lambda table: self._repair(table, known - files, new))
             self._counted = True
 
-    def _repair(
-        self, table: Table, gone: Collection[str], new: Collection[Entry]
-    ) -> list[Entry]:
+    def _repair(self, table: Table, gone: Collection[str], new: Collection[Entry]) -> list[Entry]:
         # a file may have come since the folder was read
         table.delete([key for key in gone if not self.has(key)])
         for entry in sorted(new, key=lambda e: e.used_at):
@@ -351,8 +350,6 @@ class StoreFolder:
         return found
 
     def _read_entry(self, key: str) -> Entry | None:
-        from kvnotes.store.checked import read_entry  # needs torch: only where there is a file
-
         path = self.path(key)
         version = inode(path)
         try:

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import asdict
 from datetime import datetime, timezone
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -20,10 +20,12 @@ import kvnotes
 from kvnotes.errors import SegmentFormatError
 from kvnotes.plan import Run
 from kvnotes.plan.lineage import digest_run
-from kvnotes.segment import KVSegment
 from kvnotes.spec import ModelIdentity
 from kvnotes.store.container import ITEMSIZE
 from kvnotes.store.untrusted import DAMAGED, bounded_json, check_cost, problem, quoted, texts
+
+if TYPE_CHECKING:  # with torch
+    from kvnotes.segment import KVSegment
 
 FORMAT_VERSION = 1
 MAX_TOKENS = 4 << 20
@@ -370,8 +372,7 @@ def tensor_shapes(
         shape = (layer.num_kv_heads, num_tokens, layer.head_dim)
         for name in (f"keys.{index}", f"values.{index}"):
             if kind == "int8":
-                result.append((name, "I8", shape))
-                result.append((f"{name}.scale", "F16", (*shape[:2], 1)))
+                result += [(name, "I8", shape), (f"{name}.scale", "F16", (*shape[:2], 1))]
             else:
                 result.append((name, code, shape))
     return result
@@ -379,9 +380,8 @@ def tensor_shapes(
 
 def alteration(payload: Payload, dtype: str) -> str:
     """Return how the K/V of a payload differ from computed ones, as `Run.altered` says it."""
-    if payload.kind == "exact":
-        return ""
-    return f"int8:{dtype}" if payload.kind == "int8" else f"from:{payload.source_dtype}"
+    own = {"exact": "", "int8": f"int8:{dtype}"}
+    return own.get(payload.kind, f"from:{payload.source_dtype}")
 
 
 def content_key(kind: SegmentKind, tenant: str, fingerprint: str, run_digest: str) -> str:

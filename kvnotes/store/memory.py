@@ -6,8 +6,10 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from threading import Lock
+from typing import TYPE_CHECKING
 
-from kvnotes.segment import KVSegment
+if TYPE_CHECKING:
+    from kvnotes.segment import KVSegment
 
 
 @dataclass(slots=True)

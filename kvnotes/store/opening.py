@@ -16,7 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from threading import Lock
 
 import torch
 from torch import Tensor
@@ -31,6 +30,7 @@ from kvnotes.store.int8 import dequantize
 from kvnotes.store.saving import DIGEST_KEY, HEADER_KEY, SEALED_KEY, SIGNATURE_KEY
 from kvnotes.store.tensors import HASH_THREADS, as_tensor, checked_digest, view
 from kvnotes.store.trust import NO_TRUST, Trust
+from kvnotes.store.verified import FileVersion, VerifiedFiles
 
 _HINT = "the file is damaged; compile the segment again"
 _PATH_HINT = "give the path of a segment's own file"
@@ -43,40 +43,6 @@ _NO_SUCH_FILE = (
     errno.ENAMETOOLONG,
 )
 """What the system says when the path, and not the machine, is the reason."""
-
-
-@dataclass(frozen=True, slots=True)
-class FileVersion:
-    """What changes when a file is written again."""
-
-    device: int
-    inode: int
-    nbytes: int
-    mtime_ns: int
-    ctime_ns: int
-
-    @classmethod
-    def of(cls, facts: os.stat_result) -> FileVersion:
-        """Return the version of a file from its stat."""
-        return cls(facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns)
-
-
-class VerifiedFiles:
-    """Which versions of which files this process has verified; shared by threads."""
-
-    def __init__(self) -> None:
-        self._seen: dict[FileVersion, str] = {}
-        self._lock = Lock()
-
-    def knows(self, version: FileVersion, header_digest: str) -> bool:
-        """Whether this version, with this header, was verified."""
-        with self._lock:
-            return self._seen.get(version) == header_digest
-
-    def add(self, version: FileVersion, header_digest: str) -> None:
-        """Remember a verified version."""
-        with self._lock:
-            self._seen[version] = header_digest
 
 
 @dataclass(frozen=True, slots=True)

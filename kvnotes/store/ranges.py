@@ -1,19 +1,22 @@
 """The rest of a remote file, from some byte on.
 
-Owns how bytes come from a file system of fsspec. Over HTTP they are streamed, and none that
-has arrived is lost when the connection breaks. Elsewhere they are asked for in ranges,
-which get smaller after each failure.
+Owns how bytes come from a file system of fsspec. Over HTTP they are streamed: a connection
+that breaks costs at most what the client had buffered. Elsewhere they are asked for in
+ranges. After failures both ask for less at a time.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from contextlib import closing
+from itertools import count
 from typing import Any
 
 LARGEST_RANGE = 8 << 20
 SMALLEST_RANGE = 64 << 10
+GROW_AFTER = 8
+"""After so many ranges that came whole, larger ones are asked for."""
 PIECE = 1 << 20
 
 _VERSION_NAMES = ("size", "ETag", "etag", "mtime", "LastModified", "last_modified", "created")
@@ -45,33 +48,38 @@ def pieces(
         ChangedError: Another version came.
         OSError: The connection broke.
     """
+    size = int(version["size"])
     protocol = files.protocol
     names = (protocol,) if isinstance(protocol, str) else protocol
-    if "http" in names or "https" in names:
-        yield from _streamed(files, path, start, version)
-    else:
-        yield from _ranged(files, path, start, int(version["size"]), num_failed)
-
-
-def _ranged(files: Any, path: str, start: int, size: int, num_failed: int) -> Iterator[bytes]:
+    streams = "http" in names or "https" in names
     length = max(LARGEST_RANGE >> (2 * num_failed), SMALLEST_RANGE)
-    while start < size:
+    if streams and not num_failed:
+        length = size
+    for number in count(1):
+        if start >= size:
+            return
         stop = min(start + length, size)
-        piece: bytes = files.cat_file(path, start=start, end=stop)
-        if not 0 < len(piece) <= stop - start:
-            raise ConnectionError(f"{len(piece)} bytes came, {stop - start} were asked for")
-        yield piece
-        start += len(piece)
-        length = min(2 * length, LARGEST_RANGE)
+        if number % GROW_AFTER == 0:
+            length = min(2 * length, max(length, LARGEST_RANGE))
+        if streams:
+            for piece in _streamed(files, path, start, stop, version):
+                yield piece
+                start += len(piece)
+        else:
+            piece = files.cat_file(path, start=start, end=stop)
+            if not 0 < len(piece) <= stop - start:
+                raise ConnectionError(f"{len(piece)} bytes came, {stop - start} were asked for")
+            yield piece
+            start += len(piece)
 
 
-def _streamed(files: Any, url: str, start: int, version: dict[str, str]) -> Iterator[bytes]:
-    size = int(version["size"])
-    if start >= size:
-        return
+def _streamed(
+    files: Any, url: str, start: int, stop: int, version: dict[str, str]
+) -> Generator[bytes, None, None]:
     headers = {**files.kwargs.get("headers", {}), "Accept-Encoding": "identity"}
-    if start:
-        headers["Range"] = f"bytes={start}-"
+    size = int(version["size"])
+    if start or stop < size:
+        headers["Range"] = f"bytes={start}-{stop - 1 if stop < size else ''}"
     with closing(files.open(url, "rb", block_size=0, size=size, headers=headers)) as stream:
         answer = stream.r
         etag = answer.headers.get("ETag")
@@ -80,11 +88,11 @@ def _streamed(files: Any, url: str, start: int, version: dict[str, str]) -> Iter
         skip = start - _first_byte(answer)
         if skip < 0:
             raise ConnectionError(f"bytes from {start - skip} on came, not from {start} on")
-        while start < size:
+        while start < stop:
             piece: bytes = stream.read(PIECE)
             if not piece:
                 raise ConnectionError(f"the connection ended at byte {start} of {size}")
-            wanted = piece[skip : skip + size - start]
+            wanted = piece[skip : skip + stop - start]
             skip -= min(skip, len(piece))
             if wanted:
                 yield wanted

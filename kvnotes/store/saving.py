@@ -35,6 +35,11 @@ from kvnotes.store.tensors import HASH_THREADS, bytes_of, checked_digest
 from kvnotes.store.trust import NO_TRUST, Trust, sealed_size
 
 SUFFIX = container.SUFFIX
+WRITE_BACK_NBYTES = 32 << 20
+"""Bytes after which the system is asked to bring them to the disk; waiting for all of them at
+the end takes as long as writing them did."""
+_SYNC = getattr(os, "fdatasync", os.fsync)
+
 HEADER_KEY, DIGEST_KEY, SIGNATURE_KEY, SEALED_KEY = "kvnotes", "sha256", "signature", "sealed"
 
 
@@ -171,19 +176,49 @@ class _Digests:
         return draft.header(digests, (self._max_error, self._rms_error))
 
 
+class _WriteBack:
+    """Has written bytes brought to the disk while others are hashed and written."""
+
+    def __init__(self, pool: ThreadPoolExecutor, file: int) -> None:
+        self._pool = pool
+        self._file = file
+        self._futures: list[Future[None]] = []
+        self._waiting = 0
+
+    def add(self, nbytes: int) -> None:
+        """Note that some bytes were written."""
+        self._waiting += nbytes
+        if self._waiting >= WRITE_BACK_NBYTES:
+            self._waiting = 0
+            self._futures.append(self._pool.submit(_SYNC, self._file))
+
+    def finish(self) -> None:
+        """Raise what went wrong: the system tells it once, and not to the last fsync."""
+        for future in self._futures:
+            future.result()
+
+
 def _save_plain(path: Path, draft: _Draft, trust: Trust) -> SegmentHeader:
     """Write tensors while they are hashed; the header, whose size is known, comes last."""
     shapes = draft.shapes()
-    with ThreadPoolExecutor(HASH_THREADS) as pool, new_file(path) as file:
-        digests = _Digests(pool)
+    # the file is closed after the threads that work on it have ended
+    with (
+        new_file(path) as file,
+        ThreadPoolExecutor(HASH_THREADS) as pool,
+        ThreadPoolExecutor(1) as syncing,
+    ):
+        digests, write_back = _Digests(pool), _WriteBack(syncing, file)
         size = _largest_header(draft, trust)
         os.lseek(file, size, os.SEEK_SET)
         for (name, _, _), (tensor, max_error, rms_error) in zip(
             shapes, draft.tensors(), strict=True
         ):
             digests.add(name, tensor, max_error, rms_error)
-            write_all(file, bytes_of(tensor))
+            content = bytes_of(tensor)
+            write_all(file, content)
+            write_back.add(len(content))
         header = digests.header(draft)
+        write_back.finish()
         os.lseek(file, 0, os.SEEK_SET)
         write_all(file, _first_bytes(header, trust, size))
     return header

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvnotes.errors import SegmentFormatError, StorageError
 from kvnotes.plan import Run, check_compiled
-from kvnotes.segment import KVSegment
 from kvnotes.spec import ModelIdentity
 from kvnotes.store.disk import DiskTier
 from kvnotes.store.folder import SHARED, Limits
@@ -28,11 +28,14 @@ from kvnotes.store.header import (
 from kvnotes.store.index import Entry
 from kvnotes.store.memory import MemoryTier
 from kvnotes.store.prune import Pruned, Rule, prune
-from kvnotes.store.records import Records
 from kvnotes.store.remote import Remote
 from kvnotes.store.tally import Counters, Fault
 from kvnotes.store.tiers import Stock, Tiers
 from kvnotes.store.trust import NO_TRUST, Trust
+
+if TYPE_CHECKING:
+    from kvnotes.segment import KVSegment
+    from kvnotes.store.records import Records
 
 ProvenanceSource = Provenance | Callable[[], Provenance] | None
 """The text something is made from, or how to find out where that takes time."""
@@ -120,7 +123,7 @@ class KVStore:
     def get(self, key: str) -> KVSegment | None:
         """Return a compiled segment by its key; None if it is not there, or not for you.
 
-        A damaged file is put aside, counted and noted in `faults`; it is as good as missing.
+        A damaged file is put aside and noted in `faults`; it is as good as missing.
 
         Raises:
             TrustError: No trusted key signed it, or its encryption key is not there.
@@ -260,6 +263,8 @@ class KVStore:
         Raises:
             StorageError: There is no disk tier.
         """
+        from kvnotes.store.records import Records
+
         disk = self._disk("keep sessions")
         return Records(disk.root / "sessions", disk.trust, "saved session")
 
@@ -310,14 +315,11 @@ class KVStore:
         return self._tiers.remove(list(keys))
 
     def prune(self, rule: Rule | None = None, *, dry_run: bool = False) -> tuple[Pruned, ...]:
-        """Take away this tenant's leftovers on the disk, and segments by a rule.
+        """Take away this tenant's leftovers, and segments by a rule; return what went, or would.
 
         Args:
             rule: Which segments; by default none.
             dry_run: Only say what would go.
-
-        Returns:
-            What went, or would.
 
         Raises:
             StorageError: There is no disk tier, or it cannot be written.
@@ -325,10 +327,8 @@ class KVStore:
         disk = self._disk("prune")
         disk.flush(wait=1.0)
         gone = prune(disk, rule or Rule(), dry_run=dry_run)
-        if not dry_run:
-            for item in gone:
-                if item.entry is not None:
-                    self.memory.remove(item.entry.key, self.tenant)
+        for item in gone if not dry_run else ():
+            self.memory.remove(item.name, self.tenant)
         return gone
 
     @property

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from threading import Lock
+from typing import TYPE_CHECKING
 
 from kvnotes.errors import SegmentFormatError, StorageError
 from kvnotes.plan import Run
-from kvnotes.segment import KVSegment
 from kvnotes.spec import ModelIdentity
 from kvnotes.store.disk import DiskTier
 from kvnotes.store.folder import SHARED, Limits
@@ -20,11 +20,14 @@ from kvnotes.store.header import DTYPE_CODES, SegmentHeader, content_key
 from kvnotes.store.index import Entry
 from kvnotes.store.locks import KeyLocks
 from kvnotes.store.memory import MemoryTier
-from kvnotes.store.opening import VerifiedFiles
 from kvnotes.store.relay import Relay
 from kvnotes.store.remote import Remote
 from kvnotes.store.tally import Tally
 from kvnotes.store.trust import Trust
+from kvnotes.store.verified import VerifiedFiles
+
+if TYPE_CHECKING:
+    from kvnotes.segment import KVSegment
 
 Place = tuple[str, str]
 """A tenant, and a content key: where a segment may be."""

@@ -183,6 +183,17 @@ def test_folder_below_a_file_cannot_be_made(
         assert str(tmp_path / "file") in line(record, "KVNOTES_HOME")["fact"]
 
 
+def test_first_of_two_faults_gives_the_exit_code(
+    diagnose: Any, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (home / "file").write_text("")
+    monkeypatch.setenv("KVNOTES_HOME", str(home / "file"))
+    versions_with(monkeypatch, "torch", "1.13.0")
+    record = diagnose("--no-model")
+    assert faults(record) == [("torch", "EngineError"), ("KVNOTES_HOME", "StorageError")]
+    assert record["exit_code"] == EngineError.exit_code != StorageError.exit_code
+
+
 def test_folder_that_cannot_be_written_is_a_fault(
     diagnose: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from threading import Event, Thread
@@ -27,6 +29,17 @@ def counted(store: KVStore) -> dict[str, int]:
 @pytest.fixture(params=["disk", "memory"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> KVStore:
     return KVStore(tmp_path / "s" if request.param == "disk" else None)
+
+
+def test_listing_and_pruning_need_no_torch(tmp_path: Path) -> None:
+    KVStore(tmp_path / "s").put(named("a"))
+    code = (
+        "import sys; from pathlib import Path; from kvnotes.store import KVStore\n"
+        f"store = KVStore(Path({str(tmp_path / 's')!r}))\n"
+        "print(len(store.entries()), len(store.prune()), 'torch' in sys.modules)"
+    )
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert answer.stdout.split() == ["1", "0", "False"], answer.stderr
 
 
 # -- finding -------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import resource
+import signal
 import socket
 import tracemalloc
 from collections.abc import Callable
@@ -125,8 +126,17 @@ def test_a_folder_a_device_and_a_socket_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_fifo_is_refused_and_nobody_waits_for_its_writer(tmp_path: Path) -> None:
+    def late(*arguments: object) -> None:
+        raise AssertionError("still waiting for somebody to write into it")
+
     os.mkfifo(tmp_path / "fifo")
-    assert "no regular file" in refusal(tmp_path / "fifo")
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(20)
+    try:
+        assert "no regular file" in refusal(tmp_path / "fifo")
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ SECONDS = 0.15
 
 @pytest.mark.parametrize("work", WORKS)
 def test_kill_at_a_random_time_loses_nothing(tmp_path: Path, work: str) -> None:
-    scene = Scene(tmp_path, long=True)
+    scene = Scene(tmp_path, long=True, pulls=work == "pull")
     chosen = random.Random(work)
     for _ in range(2):
         scene.kill_at_random(work, chosen, SECONDS)
@@ -26,7 +26,7 @@ def test_kill_at_a_random_time_loses_nothing(tmp_path: Path, work: str) -> None:
 
 @pytest.mark.parametrize("work", WORKS)
 def test_kill_at_a_system_call_loses_nothing(tmp_path: Path, work: str) -> None:
-    scene = Scene(tmp_path, long=False)
+    scene = Scene(tmp_path, long=False, pulls=work == "pull")
     for call in random.Random(work).sample(range(16), 3):
         scene.kill_at_call(work, call)
     assert scene.faults == []
