@@ -56,6 +56,7 @@ bench: $(READY)
 	$(BIN)/python bench/recovery.py --suite capitals12 $(BENCH_ARGS)
 	$(BIN)/python bench/recovery.py --suite all --verify $(BENCH_ARGS)
 	$(BIN)/python bench/report.py
+	$(BIN)/python docs/pictures.py
 
 clean:
 	rm -rf .venv .venv-519 .cache build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

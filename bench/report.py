@@ -28,6 +28,7 @@ def main() -> None:
         ("erratum", _erratum),
         ("fidelity", _fidelity),
         ("recovery", _recovery),
+        ("store", _store),
     ):
         for path in sorted(RESULTS.glob(f"{name}*.json")):
             parts.append(write(json.loads(path.read_text())))
@@ -218,6 +219,91 @@ def _recovery(result: dict[str, Any]) -> str:
             f"false alarms; at most {v['largest_share_computed']:.0%} of the prompt computed.\n"
         )
     return text
+
+
+def _store(result: dict[str, Any]) -> str:
+    loads = [
+        [
+            name.removeprefix("load, "),
+            f"{r['nbytes'] / 1e6:.0f}",
+            _ms(r["read"]),
+            _ms(r["read_into"]),
+            _ms(r["load"]),
+            f"**{r['load_over_read']:.2f}**",
+            _ms(r["from_memory"]),
+            _ms(r["from_file"]),
+            f"**{r['first_token_over_read']:.2f}**",
+        ]
+        for name, r in result.items()
+        if name.startswith("load, ")
+    ]
+    saves = [
+        [
+            name.removeprefix("save, "),
+            f"{r['nbytes'] / 1e6:.0f}",
+            _ms(r["raw"]),
+            _ms(r["save"]),
+            f"**{r['share_of_raw_speed']:.2f}**",
+        ]
+        for name, r in result.items()
+        if name.startswith("save, ")
+    ]
+    looks, lists, small = result["lookup"], result["listing"], result["int8"]
+    together = [
+        [
+            name,
+            f"2 x {result['processes']['operations_each']}",
+            str(r["compiled"]),
+            str(r["must_be_there"]),
+            str(r["must_be_gone"]),
+            str(len(r["faults"])),
+        ]
+        for name, r in result["processes"].items()
+        if isinstance(r, dict)
+    ]
+    return (
+        f"## The store\n\n{_machine(result)}\n"
+        "A compiled segment of 6144 tokens. `read` is `open().read()`, `read into` reads into "
+        "memory in use before; `load` opens, checks every digest and maps. `cold`: the file is "
+        "dropped from the page cache before each run. The last column is what a first token "
+        "costs more from the file than from memory, over `read`; at most 1.3 is wanted.\n\n"
+        + _table(
+            [
+                "dtype, cache",
+                "MB",
+                "read ms",
+                "read into ms",
+                "load ms",
+                "load / read",
+                "first token, from memory ms",
+                "from file ms",
+                "added / read",
+            ],
+            loads,
+        )
+        + "\nSaving, against writing the same bytes and fsync; at least 0.7 of that speed is "
+        "wanted:\n\n"
+        + _table(["dtype", "MB", "write and fsync ms", "save ms", "share of its speed"], saves)
+        + f"\nLooking up in memory: {_ms(looks['in_memory_us'], 1)} us, a shared segment of "
+        f"another tenant {_ms(looks['shared_in_memory_us'], 1)} us, one that is not there "
+        f"{_ms(looks['absent_us'], 1)} us (at most 50 wanted). Listing "
+        f"{lists['num_segments']:,} segments: {_ms(lists['list'])} ms; in a new process, with "
+        f"its start and imports, {_ms(lists['KVStore, process'])} ms (less than 1000 wanted); "
+        f"with a lost index {lists['list, index lost']['median'] / 1e3:.1f} s, once.\n"
+        f"\nint8 on `examples/policy.md`, {small['tokens']} tokens, {result['machine']['dtype']}: "
+        f"{small['size_over_exact']:.2f} of the size, error {small['rms_error']:.4f} (root mean "
+        f"square) and {small['max_error']:.4f} (largest) of its tensors. Next token after a "
+        f"splice of it against one of the exact segment, {small['num_requests']} requests: KL "
+        f"mean {small['kl_mean']:.6f}, median {small['kl_median']:.6f}, largest "
+        f"{small['kl_max']:.5f} nats, top-1 equal {small['top1_equal']} / "
+        f"{small['num_requests']}; the splice itself against an exact prefix hit: mean "
+        f"{small['splice_kl_mean']:.6f} nats, {small['splice_top1_equal']} / "
+        f"{small['num_requests']}.\n"
+        "\nTwo processes that do random operations on one folder, judged by what each noted:\n\n"
+        + _table(
+            ["mode", "operations", "compiled", "must be there", "must be gone", "faults"], together
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvnotes.engine.base import SamplingParams
+    from kvnotes.library import Library, Skill
     from kvnotes.prompt import (
         ErratumStyle,
         Field,
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
         tool_text,
     )
     from kvnotes.session import Model, Scorecard, Session, Turn, load
+    from kvnotes.store import KVStore
 
 try:
     __version__ = version("kvnotes")
@@ -37,6 +39,9 @@ _HOMES = {
     "SegmentText": "kvnotes.prompt",
     "tool_segment": "kvnotes.prompt",
     "tool_text": "kvnotes.prompt",
+    "KVStore": "kvnotes.store",
+    "Library": "kvnotes.library",
+    "Skill": "kvnotes.library",
     "Model": "kvnotes.session",
     "Scorecard": "kvnotes.session",
     "Session": "kvnotes.session",
@@ -47,6 +52,8 @@ _HOMES = {
 __all__ = [
     "ErratumStyle",
     "Field",
+    "KVStore",
+    "Library",
     "Message",
     "Model",
     "PromptTemplate",
@@ -54,6 +61,7 @@ __all__ = [
     "Scorecard",
     "SegmentText",
     "Session",
+    "Skill",
     "Turn",
     "__version__",
     "load",

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from kvnotes.prompt.tokenizer import PromptTokenizer
 
 ROLES: tuple[str, ...] = get_args(Role)
+MAX_SEGMENT_NAME = 500
+"""Longest name of a segment; it stands in files, listings and messages."""
 _LINE_BREAKS = re.compile("[\x00-\x1f\x85\u2028\u2029]")
 _VALUE_SLOT = "{{value}}"
 
@@ -220,6 +222,12 @@ class SegmentText:
             raise TemplateError(
                 f"segment name {self.name!r} is not of the form {slots.SEGMENT_NAME}",
                 hint="use letters, digits and the characters _ . @ / -",
+            )
+        if len(self.name) > MAX_SEGMENT_NAME:
+            raise TemplateError(
+                f"segment name {self.name[:40]!r}... has {len(self.name)} characters, the limit is "
+                f"{MAX_SEGMENT_NAME}",
+                hint="give it a short name",
             )
         if not self.text:
             raise TemplateError(

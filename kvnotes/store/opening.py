@@ -128,7 +128,7 @@ def open_segment(path: Path, *, trust: Trust = NO_TRUST) -> OpenFile:
         content: mmap.mmap | bytearray = _mapped(file, facts.st_size, path)
     sealing = outer.metadata.get(SEALED_KEY)
     if sealing is not None:
-        place = _sealed_place(outer, path)
+        place = sealed_place(outer, path)
         sealed = memoryview(content)[place.start : place.stop]
         content = trust.decrypt(sealed, sealing, str(path))
         outer = parse_plain(content, str(path))
@@ -256,7 +256,12 @@ def _mapped(file: int, num_bytes: int, path: Path) -> mmap.mmap:
         raise SegmentFormatError(f"{path} is being changed: {error}", hint=_HINT) from error
 
 
-def _sealed_place(outer: Container, path: Path) -> Place:
+def sealed_place(outer: Container, path: Path) -> Place:
+    """Return where the encrypted bytes of a sealed file lie.
+
+    Raises:
+        SegmentFormatError: It holds anything else.
+    """
     places = [(place.name, place.dtype) for place in outer.places]
     if set(outer.metadata) != {SEALED_KEY} or places != [(SEALED_KEY, "U8")]:
         raise SegmentFormatError(

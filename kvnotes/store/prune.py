@@ -79,10 +79,11 @@ def prune(folder: StoreFolder, rule: Rule, *, dry_run: bool = False) -> tuple[Pr
     """
     entries = folder.entries()
     going = _by_rule(folder, entries, rule)
-    left = [entry for entry in entries if entry.key not in {item.name for item in going}]
+    names = {item.name for item in going}
+    left = [entry for entry in entries if entry.key not in names]
     found = [*going, *_leftovers(folder), *_texts(folder, left)]
     if not dry_run:
-        folder.remove([item.name for item in going])
+        folder.remove(names)
         for item in found:
             if item.entry is None:
                 _remove(folder, item)

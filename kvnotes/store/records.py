@@ -15,7 +15,7 @@ from pathlib import Path
 from kvnotes.errors import StorageError, TemplateError
 from kvnotes.store import container
 from kvnotes.store.atomic import storage_errors, sync_folder, write_file
-from kvnotes.store.opening import parse_plain
+from kvnotes.store.opening import parse_plain, sealed_place
 from kvnotes.store.saving import SEALED_KEY
 from kvnotes.store.trust import Trust, sealed_size
 
@@ -133,6 +133,6 @@ def unsealed(content: bytes, trust: Trust, where: str) -> bytes:
     if not content.startswith(_SEALED_START, 8):
         return content
     outer = parse_plain(content, where)
-    place = outer.places[0]
+    place = sealed_place(outer, Path(where))
     hidden = memoryview(content)[place.start : place.stop]
     return bytes(trust.decrypt(hidden, outer.metadata[SEALED_KEY], where))

@@ -15,6 +15,7 @@ import pytest
 
 from kvnotes.cli.main import main
 from kvnotes.errors import (
+    PlanError,
     SegmentFormatError,
     SpecMismatchError,
     StorageError,
@@ -264,3 +265,21 @@ def test_conversation_goes_on_after_the_process_has_ended(
     other = chat("x\n", "--resume", "talk", "--dtype", "bfloat16")
     assert other.returncode == SpecMismatchError.exit_code
     assert "dtype: float32, here bfloat16" in other.stderr
+
+
+def test_refused_compile_gives_no_version(run: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "skills"
+    folder.mkdir()
+    manifest = folder / "kvnotes.toml"
+    text = '[skills.terms]\ntext = "Terms hold."\npreamble = "{{a}}"\n[skills.terms.variants]\na = '
+    manifest.write_text(text + str([str(n) for n in range(9)]).replace("'", '"'))
+    refused = run("compile", str(folder), "--max-variants", "8")
+    assert refused.code == PlanError.exit_code and "a(9) = 9 variants" in refused.err
+    manifest.write_text(text + '["1"]')
+    assert run("compile", str(folder), "--json").json["skills"][0]["ref"] == "terms@1"
+
+
+def test_listing_of_a_tenant_counts_its_own_segments_only(run: Run) -> None:
+    run("compile", SKILLS)
+    listed = run("library", "ls", "--tenant", "acme", "--json").json
+    assert listed == {"skills": [], "other_segments": []}

@@ -16,7 +16,7 @@ from helpers_store import identity
 from helpers_tiers import IDENTITY, find, named, run_named
 
 from kvnotes.errors import SegmentFormatError, StorageError, TrustError
-from kvnotes.store import KVStore, Limits, Remote, Trust, content_key, relay, remote_path
+from kvnotes.store import KVStore, Limits, Remote, Trust, content_key, ranges, relay, remote_path
 from kvnotes.store import remote as remote_module
 
 MODEL = identity(num_layers=4, num_kv_heads=2, head_dim=32)
@@ -362,6 +362,34 @@ def test_file_replaced_while_it_is_read_is_read_again(tmp_path: Path, served: St
     assert store.disk is not None and store.disk.path(BIG).read_bytes() == content
 
 
+def test_file_replaced_between_two_ranges_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranges, "LARGEST_RANGE", 100_000)
+    store = client(tmp_path, f"memory://{tmp_path.name}", "one")
+    other = KVStore(tmp_path / "two", versions=(("engine", "another"),))
+    for one in (store, other):
+        assert one.put(named("big", TOKENS, who=MODEL))
+    assert store.disk is not None and other.disk is not None
+    store.push([BIG])
+    content = other.disk.path(BIG).read_bytes()
+    files = fsspec.filesystem("memory")
+    real, asked = files.cat_file, []
+
+    def cat(path: str, start: int, end: int) -> bytes:
+        asked.append(start)
+        if len(asked) == 3:
+            files.pipe_file(path, content)
+        piece: bytes = real(path, start=start, end=end)
+        return piece
+
+    monkeypatch.setattr(files, "cat_file", cat)
+    reader = client(tmp_path, f"memory://{tmp_path.name}", "reader")
+    assert reader.pull(BIG)
+    assert asked.count(0) == 2
+    assert reader.disk is not None and reader.disk.path(BIG).read_bytes() == content
+
+
 def test_mixture_of_two_versions_is_refused_where_no_server_tells_them_apart(
     tmp_path: Path, served: State
 ) -> None:
@@ -527,6 +555,14 @@ def test_server_that_never_answers_costs_a_session_one_bounded_wait(
             assert find(store, name) is None
         assert store.counters.refused == {"StorageError": 1}
         assert time.monotonic() - began < 30  # two attempts of two requests of 0.3 s
+
+
+def test_server_that_is_down_costs_a_session_two_attempts(tmp_path: Path) -> None:
+    store = client(tmp_path, unreachable())
+    for name in "abc":
+        assert find(store, name) is None
+    assert store.counters.retries == 1
+    assert store.counters.refused == {"StorageError": 1}
 
 
 def test_explicit_pull_is_not_stopped_by_the_patience_of_a_session(

@@ -61,14 +61,15 @@ def compile(
     try:
         progress.say(f"loading {model}")
         loaded = _load(model, dtype, library)
-        add = library.catalog.preview if dry_run else library.add
-        skills = [add(skill) for skill in found.skills]
+        skills = [library.catalog.preview(skill) for skill in found.skills]
         plan = plan_compile(loaded, skills, int8=int8, max_variants=max_variants)
         progress.clear()
         if not json:
             _print_plan(loaded, plan)
         elapsed_ms = None
         if not dry_run:
+            for skill in skills:  # only now: what is refused above gets no version
+                library.add(skill)
             elapsed_ms = _compile(loaded, plan.missing, workers, int8, wanted=not quiet)
     finally:
         progress.clear()

@@ -45,7 +45,8 @@ def ls(
     library = open_library(store, tenant=tenant)
     shelves = library.shelves(name)
     known = {entry.key for shelf in shelves for entry in shelf.entries}
-    others = [] if name else [e for e in library.store.entries() if e.key not in known]
+    own = [entry for entry in library.store.entries() if entry.tenant == tenant]
+    others = [] if name else [entry for entry in own if entry.key not in known]
     if json:
         print_json(SkillList.of(shelves, others).model_dump_json(indent=2))
         return
