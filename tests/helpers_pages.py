@@ -40,8 +40,8 @@ FOLDER, HOME = "/home/you/kvnotes", "/home/you/.cache/kvnotes"
 COMMAND_SECONDS = 600
 """A reader's machine takes a tenth of this; a loaded one must not fail a page."""
 
-STAND_INS = {"make demo": "make -o .venv/.ready demo"}
-"""Set-up is done already: these tests run in it."""
+STAND_INS = {"make demo": "make --no-print-directory -o .venv/.ready demo"}
+"""Set-up is done already: these tests run in it, and maybe inside another make."""
 
 _FENCE = re.compile(r"^```(\w*)[ \t]*$")
 _FILE = re.compile(r"^<!-- file: (\S+) -->$")
