@@ -102,6 +102,7 @@ def loading(
     plan = plan_keep(head.layout, [Match(0, 0, len(header))], ideal, strategy="compose")
 
     def timed(action: Callable[[], object]) -> float:
+        quiet()
         if cold:
             forget(path)
         start = time.perf_counter()
@@ -151,6 +152,7 @@ def saving(segment: KVSegment, path: Path, args: argparse.Namespace) -> dict[str
     target = path.with_name("written")
 
     def raw() -> float:
+        quiet()
         start = time.perf_counter()
         file = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         for content in contents:
@@ -162,6 +164,7 @@ def saving(segment: KVSegment, path: Path, args: argparse.Namespace) -> dict[str
         return elapsed
 
     def saved() -> float:
+        quiet()
         start = time.perf_counter()
         save_segment(target, segment)
         elapsed = (time.perf_counter() - start) * 1e3
@@ -173,6 +176,25 @@ def saving(segment: KVSegment, path: Path, args: argparse.Namespace) -> dict[str
         "nbytes": sum(map(len, contents)),
         "share_of_raw_speed": round(row["raw"]["median"] / row["save"]["median"], 3),
     }
+
+
+def quiet(least: float = 0.9, seconds: float = 0.2, patience: float = 60.0) -> None:
+    """Wait until all cores are idle: saving and loading take more than one."""
+    until = time.monotonic() + patience
+    while time.monotonic() < until:
+        before = _ticks()
+        time.sleep(seconds)
+        total, idle = (b - a for a, b in zip(before, _ticks(), strict=True))
+        if idle >= least * total:
+            return
+    print("warning: the machine did not get quiet", file=sys.stderr)
+
+
+def _ticks() -> tuple[int, int]:
+    """Ticks of all cores since the machine was started, and the idle ones of them."""
+    fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
+    numbers = [int(field) for field in fields]
+    return sum(numbers), numbers[3] + numbers[4]
 
 
 def forget(path: Path) -> None:
