@@ -8,6 +8,7 @@ retail policy; the model is needed for the time to the first token and for what 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import statistics
@@ -16,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,14 +47,16 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=32)
     parser.add_argument("--segments", type=int, default=10_000)
     parser.add_argument("--operations", type=int, default=1000)
-    parser.add_argument("--runs", type=int, default=7)
+    parser.add_argument("--runs", type=int, default=11)
     parser.add_argument("--folder", type=Path, default=None, help="where files are written")
     args = parser.parse_args()
     body: dict[str, Any] = {}
+    quiet = Quiet()
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         place = Path(folder)
         for dtype in args.dtypes if {"load", "save"} & set(args.parts) else ():
-            body |= files_of(dtype, place, args)
+            body |= files_of(dtype, place, args, quiet)
+        body["disturbed_runs"] = quiet.num_disturbed
         if "lookup" in args.parts:
             body["lookup"] = lookup(place / "lookup")
         if "listing" in args.parts:
@@ -71,7 +75,7 @@ def main() -> None:
 # -- loading and saving --------------------------------------------------------------------
 
 
-def files_of(dtype: str, place: Path, args: argparse.Namespace) -> dict[str, Any]:
+def files_of(dtype: str, place: Path, args: argparse.Namespace, quiet: Quiet) -> dict[str, Any]:
     """Measure loading and saving in one dtype."""
     model = load(argparse.Namespace(**{**vars(args), "dtype": dtype}))
     segment = model.engine.compile(policy_ids(model, args.length))
@@ -81,19 +85,26 @@ def files_of(dtype: str, place: Path, args: argparse.Namespace) -> dict[str, Any
     if "load" in args.parts:
         for cold in (False, True):
             name = f"load, {dtype}, {'cold' if cold else 'warm'}"
-            found[name] = loading(model, segment, path, args, cold=cold)
+            found[name] = loading(model, segment, path, args, quiet, cold=cold)
     if "save" in args.parts:
-        found[f"save, {dtype}"] = saving(segment, path, args)
+        found[f"save, {dtype}"] = saving(segment, path, args, quiet)
     path.unlink()
     return found
 
 
 def loading(
-    model: Any, segment: KVSegment, path: Path, args: argparse.Namespace, *, cold: bool
+    model: Any,
+    segment: KVSegment,
+    path: Path,
+    args: argparse.Namespace,
+    quiet: Quiet,
+    *,
+    cold: bool,
 ) -> dict[str, Any]:
-    """Reading the bytes, opening with verification, and both ways to a first token.
+    """Reading the bytes, opening with verification, and what that adds to a first token.
 
-    `read` is `open().read()`; `read_into` reads into memory that was in use before.
+    `read` is `open().read()`; `read_into` reads into memory that was in use before. `added` is
+    a first token over the file, less one right after it over the segment in memory.
     """
     engine, header = model.engine, header_ids(model)
     ids = (*header, *segment.run.token_ids, *policy_ids(model, 1500)[-args.new :])
@@ -125,16 +136,21 @@ def loading(
         file.verify()
         return file.segment()
 
-    arms = {
+    def from_file() -> float:
+        return timed(lambda: engine.execute(plan, base=head, segments=[opened()]))
+
+    def from_memory() -> float:
+        return timed(lambda: engine.execute(plan, base=head, segments=[segment]))
+
+    arms: dict[str, Callable[[], float]] = {
         "read": partial(timed, read),
         "read_into": partial(timed, read_into),
         "load": partial(timed, opened),
-        "from_file": partial(timed, lambda: engine.execute(plan, base=head, segments=[opened()])),
-        "from_memory": partial(timed, lambda: engine.execute(plan, base=head, segments=[segment])),
+        "from_memory": from_memory,
+        "added": lambda: from_file() - from_memory(),
     }
     row: dict[str, Any] = interleaved(arms, args.runs)
-    read_ms = row["read"]["median"]
-    added = row["from_file"]["median"] - row["from_memory"]["median"]
+    read_ms, added = row["read"]["median"], row["added"]["median"]
     return row | {
         "nbytes": path.stat().st_size,
         "load_over_read": round(row["load"]["median"] / read_ms, 3),
@@ -142,7 +158,9 @@ def loading(
     }
 
 
-def saving(segment: KVSegment, path: Path, args: argparse.Namespace) -> dict[str, Any]:
+def saving(
+    segment: KVSegment, path: Path, args: argparse.Namespace, quiet: Quiet
+) -> dict[str, Any]:
     """Saving a segment, against writing the same bytes to a new file."""
     contents = [
         bytes_of(tensor)
@@ -178,23 +196,35 @@ def saving(segment: KVSegment, path: Path, args: argparse.Namespace) -> dict[str
     }
 
 
-def quiet(least: float = 0.9, seconds: float = 0.2, patience: float = 60.0) -> None:
-    """Wait until all cores are idle: saving and loading take more than one."""
-    until = time.monotonic() + patience
-    while time.monotonic() < until:
-        before = _ticks()
-        time.sleep(seconds)
-        total, idle = (b - a for a, b in zip(before, _ticks(), strict=True))
-        if idle >= least * total:
-            return
-    print("warning: the machine did not get quiet", file=sys.stderr)
+class Quiet:
+    """Waits until two cores are as fast as they can be: saving and loading take two.
 
+    Args:
+        patience: Seconds that all waits take together; then nothing waits any more.
+    """
 
-def _ticks() -> tuple[int, int]:
-    """Ticks of all cores since the machine was started, and the idle ones of them."""
-    fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
-    numbers = [int(field) for field in fields]
-    return sum(numbers), numbers[3] + numbers[4]
+    def __init__(self, patience: float = 900.0) -> None:
+        self.patience = patience
+        self.num_disturbed = 0
+        self._content = bytes(8 << 20)
+        self._pool = ThreadPoolExecutor(2)
+        self._best = min(self._once() for _ in range(50))
+
+    def __call__(self) -> None:
+        """Wait for a quiet moment."""
+        began = time.monotonic()
+        while self.patience > time.monotonic() - began:
+            if max(self._once() for _ in range(3)) < 1.3 * self._best:
+                self.patience -= time.monotonic() - began
+                return
+            time.sleep(0.05)
+        self.patience = 0.0
+        self.num_disturbed += 1
+
+    def _once(self) -> float:
+        start = time.perf_counter()
+        list(self._pool.map(lambda _: hashlib.sha256(self._content).digest(), range(2)))
+        return time.perf_counter() - start
 
 
 def forget(path: Path) -> None:

@@ -18,7 +18,7 @@ from common import arguments, load, save
 import kvnotes
 from kvnotes.engine.base import Stopwatch
 from kvnotes.fidelity import compare, floor
-from kvnotes.plan import Reuse
+from kvnotes.plan import DEFAULT_NUM_SEAM_TOKENS, Reuse
 from kvnotes.session.reply import decide
 
 TOOLS = Path(__file__).resolve().parents[1] / "examples" / "tools.json"
@@ -49,29 +49,37 @@ QUESTIONS = {
 
 def main() -> None:
     """Run the benchmark."""
-    args = arguments("Decisions after tools are permuted and retracted").parse_args()
+    parser = arguments("Decisions after tools are permuted and retracted")
+    parser.add_argument("--seam", type=int, default=DEFAULT_NUM_SEAM_TOKENS)
+    args = parser.parse_args()
     model = load(args)
     tools = json.loads(TOOLS.read_text())
     names = [tool["function"]["name"] for tool in tools]
-    result = {"orders": orders(model, tools, names), "retracted": retracted(model, tools, names)}
-    save(f"tools-{args.dtype}", args, result)
+    result = {
+        "orders": orders(model, tools, names, args.seam),
+        "retracted": retracted(model, tools, names, args.seam),
+    }
+    save(f"tools-{args.dtype}-seam{args.seam}", args, result)
     print(json.dumps(result, indent=1))
 
 
-def session_of(model: kvnotes.Model, tools: list[dict[str, Any]]) -> kvnotes.Session:
+def session_of(model: kvnotes.Model, tools: list[dict[str, Any]], seam: int) -> kvnotes.Session:
     """A session that offers the tools and was asked nothing."""
-    session = kvnotes.Session(model, messages=[{"role": "system", "content": HEADER}])
+    messages = [{"role": "system", "content": HEADER}]
+    session = kvnotes.Session(model, messages=messages, num_seam_tokens=seam)
     for tool in tools:
         session.add_tool(tool)
     return session
 
 
-def orders(model: kvnotes.Model, tools: list[dict[str, Any]], names: list[str]) -> dict[str, Any]:
+def orders(
+    model: kvnotes.Model, tools: list[dict[str, Any]], names: list[str], seam: int
+) -> dict[str, Any]:
     """Every order of the tools, every question: ours against a full prefill."""
     rows = []
     floor_kl: list[float] = []
     for order in permutations(names):
-        session = session_of(model, tools)
+        session = session_of(model, tools, seam)
         session.decide(names)
         session.reorder_tools(order)
         for wanted, questions in QUESTIONS.items():
@@ -79,7 +87,8 @@ def orders(model: kvnotes.Model, tools: list[dict[str, Any]], names: list[str]) 
                 fork = session.fork()
                 fork.add("user", question)
                 rows.append({"wanted": wanted, **judged(model, fork, names)})
-        floor_kl += floor(model.engine, session.render().token_ids, ())
+        ids = fork.render(add_generation_prompt=True).token_ids
+        floor_kl += floor(model.engine, ids, ())
     return {
         "num_decisions": len(rows),
         "decides_as_full": mean(row["agree"] for row in rows),
@@ -121,13 +130,16 @@ def retracted(
         for question in questions:
             chosen = {}
             for strategy in (None, "auto", "erratum", "refresh+erratum"):
-                session = session_of(model, tools)
+                session = session_of(model, tools, seam)
                 session.decide(names)
                 if strategy is not None:
                     session.retract_tool(wanted, strategy=strategy)
                 turn = session.user(question, decide=names)
                 assert turn.decision is not None
-                chosen[strategy or "offered"] = turn.decision.chosen == wanted
+                name = strategy or "offered"
+                chosen[name] = turn.decision.chosen == wanted
+                full = model.engine.prefill(turn.plan.token_ids)
+                chosen[f"{name}, full prefill"] = decide(model, full, names).chosen == wanted
             rows.append(chosen)
     return {
         "num_questions": len(rows),

@@ -119,7 +119,7 @@ class ScenarioError(KVNotesError, ValueError):
 
 
 class StorageError(KVNotesError, OSError):
-    """A folder cannot be written, or its disk is full."""
+    """A folder or file cannot be read or written, or the disk is full."""
 
     exit_code = 10
     http_status = 507

@@ -25,6 +25,8 @@ REMOTE_VARIABLE = "KVNOTES_REMOTE"
 ENCRYPTION_KEY_VARIABLE = "KVNOTES_ENCRYPTION_KEY"
 SIGNING_KEY_VARIABLE = "KVNOTES_SIGNING_KEY"
 TRUSTED_KEYS_VARIABLE = "KVNOTES_TRUSTED_KEYS"
+FOLDER_MODE = 0o700
+"""What lies under the home can be turned into text: nobody but the owner lists a folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,18 @@ def load_settings(environ: Mapping[str, str] | None = None) -> Settings:
         trusted_keys=tuple(map(_path, trusted.split(os.pathsep))) if trusted else (),
         remote=environ.get(REMOTE_VARIABLE) or None,
     )
+
+
+def make_private(path: Path) -> None:
+    """Make a folder and those above it, private to the user; one that is there keeps its mode.
+
+    Raises:
+        OSError: It cannot be made.
+    """
+    # not parents=True: it gives those above the mode of the umask
+    for folder in (*reversed(path.parents), path):
+        if not folder.is_dir():
+            folder.mkdir(mode=FOLDER_MODE, exist_ok=True)
 
 
 def _path(name: str) -> Path:

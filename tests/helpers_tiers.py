@@ -131,7 +131,7 @@ class Compiler:
 @cache
 def _processes() -> Any:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["kvnotes.store.store"])  # and with it torch
+    context.set_forkserver_preload(["kvnotes.store.store", "kvnotes.store.saving"])  # and torch
     return context
 
 

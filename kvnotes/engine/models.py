@@ -42,7 +42,7 @@ from kvnotes.errors import (
     UnsupportedModelError,
     nearest,
 )
-from kvnotes.settings import HOME_VARIABLE, load_settings
+from kvnotes.settings import HOME_VARIABLE, load_settings, make_private
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -321,7 +321,7 @@ def _converted(gguf: Path, stem: str, progress: Progress | None) -> Path:
     if _is_complete(target):
         return target
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
+        make_private(target.parent)
         # the kernel drops the lock of a process that dies, so none is ever left behind
         with FileLock(target.parent / f".{target.name}.lock"):
             if not _is_complete(target):

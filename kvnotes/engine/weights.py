@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvnotes.errors import ModelNotFoundError, SegmentFormatError, UnsupportedModelError
-from kvnotes.settings import load_settings
+from kvnotes.settings import load_settings, make_private
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -266,7 +266,7 @@ def _remember(key: str, value: dict[str, Any]) -> None:
     target = load_settings().digests
     content = {"version": _CACHE_VERSION, "digests": _load_cache() | {key: value}}
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
+        make_private(target.parent)
         handle, scratch = tempfile.mkstemp(prefix=".digests-", dir=target.parent)
         try:
             with os.fdopen(handle, "w", encoding="utf-8") as file:

@@ -18,6 +18,7 @@ nothing else: that is what a cold prefill leaves behind.
 from __future__ import annotations
 
 import hashlib
+import sys
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -27,16 +28,24 @@ from itertools import takewhile
 
 def digest_tokens(token_ids: Sequence[int]) -> str:
     """Return the full SHA-256 of token ids, as 64 hex digits."""
-    return hashlib.sha256(array("q", token_ids).tobytes()).hexdigest()
+    return hashlib.sha256(_int64(token_ids)).hexdigest()
 
 
 def digest_run(attended: str, start: int, token_ids: Sequence[int], altered: str = "") -> str:
     """Return the content key of a run of which only the digest of its context is known."""
     state = hashlib.sha256(attended.encode())
-    state.update(array("q", (start, *token_ids)).tobytes())
+    state.update(_int64((start, *token_ids)))
     if altered:
         state.update(b"altered " + altered.encode())
     return state.hexdigest()
+
+
+def _int64(numbers: Iterable[int]) -> bytes:
+    """Return numbers as 8 bytes each, little endian on every machine: digests are shared."""
+    packed = array("q", numbers)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -47,8 +56,9 @@ class Run:
         token_ids: The run's tokens.
         start: Position of the first token when it was computed.
         context: What all tokens of the run could see before it, canonical.
-        altered: How its K/V differ from what was computed, "" if they do not: `int8`,
-            `dtype:float32`. Altered K/V have a key of their own and are never exact.
+        altered: How its K/V differ from what was computed, "" if they do not: rounded,
+            `int8:float32`, or of another dtype, `from:float32`. Altered K/V have a key of
+            their own and are never exact.
     """
 
     token_ids: tuple[int, ...]
@@ -61,8 +71,8 @@ class Run:
         """Digest of all tokens and places the run could see before itself."""
         state = hashlib.sha256(b"context")
         for view in self.context:
-            place = array("q", (view.source_start, view.source_stop, view.target_start))
-            state.update(view.run.digest.encode() + place.tobytes())
+            place = _int64((view.source_start, view.source_stop, view.target_start))
+            state.update(view.run.digest.encode() + place)
         return state.hexdigest()
 
     @cached_property

@@ -2,7 +2,7 @@
 
 Owns temporary names, fsync, rename and modes. A file is written beside its place under a
 hidden name and renamed when it is complete and on the disk; a process that dies leaves a
-hidden file that `remove_stale` takes away later.
+hidden file that `prune` takes away later.
 """
 
 from __future__ import annotations
@@ -10,16 +10,15 @@ from __future__ import annotations
 import errno
 import os
 import secrets
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kvnotes.errors import KVNotesError, StorageError
+from kvnotes.settings import make_private
 
 FILE_MODE = 0o600
 """K/V can be inverted to text: nobody but the owner reads a file."""
-FOLDER_MODE = 0o700
 PART_SUFFIX = ".part"
 STALE_SECONDS = 600.0
 """A hidden file that nobody has written to for this long belongs to a process that died."""
@@ -32,10 +31,7 @@ def make_folder(path: Path) -> None:
         StorageError: It cannot be made.
     """
     with storage_errors(path):
-        # not parents=True: it gives those above the mode of the umask
-        for folder in (*reversed(path.parents), path):
-            if not folder.is_dir():
-                folder.mkdir(mode=FOLDER_MODE, exist_ok=True)
+        make_private(path)
 
 
 @contextmanager
@@ -98,30 +94,6 @@ def sync_folder(path: Path) -> None:
             raise
     finally:
         os.close(folder)
-
-
-def remove_stale(folder: Path, *, older_than: float = STALE_SECONDS) -> int:
-    """Remove what dead processes left in a folder; return the number of bytes set free.
-
-    Args:
-        folder: Only files directly in it are looked at.
-        older_than: Seconds since the last write to a hidden file.
-
-    Raises:
-        StorageError: The folder cannot be read or written.
-    """
-    freed = 0
-    with storage_errors(folder), suppress(FileNotFoundError), os.scandir(folder) as entries:
-        for entry in entries:
-            hidden = entry.name.startswith(".") and entry.name.endswith(PART_SUFFIX)
-            if not (hidden and entry.is_file(follow_symlinks=False)):
-                continue
-            with suppress(FileNotFoundError):  # another process was faster
-                facts = entry.stat(follow_symlinks=False)
-                if time.time() - facts.st_mtime >= older_than:
-                    os.unlink(entry.path)
-                    freed += facts.st_size
-    return freed
 
 
 @contextmanager

@@ -11,11 +11,13 @@ import hashlib
 import mmap
 import os
 import stat
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -250,8 +252,10 @@ def _read_container(file: int, num_bytes: int, where: str) -> Container:
 
 
 def _mapped(file: int, num_bytes: int, path: Path) -> mmap.mmap:
+    # Python before 3.13 keeps a descriptor open for every map
+    keep: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
     try:
-        return mmap.mmap(file, num_bytes, access=mmap.ACCESS_READ)
+        return mmap.mmap(file, num_bytes, access=mmap.ACCESS_READ, **keep)
     except ValueError as error:  # it became shorter since it was opened
         raise SegmentFormatError(f"{path} is being changed: {error}", hint=_HINT) from error
 

@@ -7,6 +7,7 @@ import json
 import os
 import resource
 import signal
+import stat
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -22,7 +23,7 @@ from kvnotes.errors import (
     ModelNotFoundError,
     StorageError,
 )
-from kvnotes.settings import load_settings
+from kvnotes.settings import load_settings, make_private
 
 CONVERTED_FILES = {
     "chat_template.jinja",
@@ -64,6 +65,12 @@ def leftovers(home: Path) -> list[str]:
 
 
 # settings
+
+
+def test_folders_of_the_home_are_private(tmp_path: Path) -> None:
+    make_private(tmp_path / "a" / "b")
+    make_private(tmp_path / "a" / "b")  # that it is there is no fault
+    assert [stat.S_IMODE((tmp_path / p).stat().st_mode) for p in ("a", "a/b")] == [0o700, 0o700]
 
 
 def test_home_is_the_variable_or_the_users_cache_folder(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ import stat
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -27,10 +26,8 @@ from kvnotes.plan import Run
 from kvnotes.segment import KVSegment
 from kvnotes.store import Trust, load_segment, save_segment
 from kvnotes.store.atomic import (
-    STALE_SECONDS,
     make_folder,
     new_file,
-    remove_stale,
     storage_errors,
     sync_folder,
     write_file,
@@ -196,37 +193,6 @@ def test_a_killed_process_leaves_the_old_file_or_the_new_one() -> None:
         if "calls" in how:
             assert outcomes["calls"] >= 8, how
     assert report["plain, calls, new"]["parts"] > 0
-
-
-def test_only_old_parts_are_removed(tmp_path: Path) -> None:
-    names = [".a.part", ".b.part", "c.part", ".d", "e.kv", ".f.part.kv"]
-    for name in names:
-        (tmp_path / name).write_bytes(b"12345")
-    old = time.time() - STALE_SECONDS - 1
-    for name in names:
-        if name != ".b.part":
-            os.utime(tmp_path / name, (old, old))
-    (tmp_path / ".folder.part").mkdir()
-    (tmp_path / ".link.part").symlink_to("e.kv")
-    assert remove_stale(tmp_path) == 5
-    left = {entry.name for entry in tmp_path.iterdir()}
-    assert left == {*names, ".folder.part", ".link.part"} - {".a.part"}
-    assert remove_stale(tmp_path, older_than=0.0) == 5
-    assert not (tmp_path / ".b.part").exists()
-    assert remove_stale(tmp_path / "none") == 0
-
-
-def test_parts_that_another_process_removes_at_the_same_time_are_no_fault(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / ".a.part").write_bytes(b"12345")
-    failing_at(monkeypatch, "unlink", 0, errno.ENOENT)
-    assert remove_stale(tmp_path, older_than=0.0) == 0
-    failing_at(monkeypatch, "unlink", 0, errno.EACCES)
-    with pytest.raises(StorageError, match="Permission denied"):
-        remove_stale(tmp_path, older_than=0.0)
-    with pytest.raises(StorageError, match="Not a directory"):
-        remove_stale(tmp_path / ".a.part")
 
 
 # -- who may read --------------------------------------------------------------------------
