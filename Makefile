@@ -8,10 +8,12 @@
 #
 # PYTHON picks the interpreter. Where pip finds PyTorch only as a CUDA build of several GB,
 # TORCH_ARGS can point it elsewhere: make demo TORCH_ARGS="--index-url URL".
+# Tests run in one process for each CPU; TEST_PROCESSES=0 runs them in this one.
 
 PYTHON ?= python3
 TORCH_ARGS ?=
 PYTEST_ARGS ?=
+TEST_PROCESSES ?= logical
 BENCH_ARGS ?=
 
 BIN := .venv/bin
@@ -19,6 +21,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 READY := .venv/.ready
 READY_519 := .venv-519/.ready
 RESULTS := build/test-results
+# one process for each CPU, but no more than memory has room for
+IN_PARALLEL := -n $(TEST_PROCESSES) --maxprocesses 6 --dist loadfile
 
 .PHONY: setup demo test lint types tests tests-519 bench clean
 
@@ -37,12 +41,12 @@ types: $(READY)
 	$(BIN)/mypy --strict kvnotes
 
 tests: $(READY)
-	$(BIN)/python -m pytest --junitxml=$(RESULTS)/main.xml $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(IN_PARALLEL) --junitxml=$(RESULTS)/main.xml $(PYTEST_ARGS)
 
 # Facts about transformers must hold at both ends of the supported range.
 tests-519: $(READY_519)
 	.venv-519/bin/python -c "import transformers as t; assert t.__version__ == '5.19.0', t.__version__"
-	.venv-519/bin/python -m pytest --junitxml=$(RESULTS)/transformers-519.xml $(PYTEST_ARGS) \
+	.venv-519/bin/python -m pytest $(IN_PARALLEL) --junitxml=$(RESULTS)/transformers-519.xml $(PYTEST_ARGS) \
 	  $(wildcard tests/contract tests/model)
 
 bench: $(READY)

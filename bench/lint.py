@@ -10,12 +10,15 @@ the findings in files that nobody labelled.
 from __future__ import annotations
 
 import argparse
+import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 from kvnotes.bench.lint_items import Item, Rate, Scores, load_items, score
 from kvnotes.lint import lint_text
 
+RESULTS = Path(__file__).resolve().parent / "results"
 HALVES = ("dev", "heldout")
 RATES = ("line_precision", "line_recall", "value_precision", "value_recall", "kind")
 
@@ -26,25 +29,45 @@ def main() -> None:
     parser.add_argument("--faults", action="store_true", help="list what is wrong in the dev half")
     parser.add_argument("--text", type=Path, nargs="+", default=[], help="files to count in")
     args = parser.parse_args()
+    found = {}
     for half in HALVES:
         items = load_items(half)
         scores = score(items)
-        show(half, items, scores)
+        found[half] = counts(items, scores)
+        show(half, found[half])
         if args.faults and half == "dev":
             show_faults(scores)
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / "lint.json").write_text(json.dumps(found, indent=1) + "\n")
     for path in args.text:
         show_text(path)
 
 
-def show(half: str, items: tuple[Item, ...], scores: Scores) -> None:
-    num_decoys = sum(not item.values for item in items)
-    num_values = sum(len(item.values) for item in items)
-    print(f"{half}: {len(items)} items, {num_decoys} decoys, {num_values} values")
-    for name in RATES:
-        rate: Rate = getattr(scores, name)
-        low, high = rate.interval
+def counts(items: tuple[Item, ...], scores: Scores) -> dict[str, Any]:
+    """Count what there is, and each rate with its interval."""
+    rates: dict[str, Rate] = {name: getattr(scores, name) for name in RATES}
+    return {
+        "items": len(items),
+        "decoys": sum(not item.values for item in items),
+        "values": sum(len(item.values) for item in items),
+        "rates": {
+            name: {
+                "hits": rate.num_hits,
+                "cases": rate.num_cases,
+                "value": rate.value,
+                "interval": rate.interval,
+            }
+            for name, rate in rates.items()
+        },
+    }
+
+
+def show(half: str, found: dict[str, Any]) -> None:
+    print(f"{half}: {found['items']} items, {found['decoys']} decoys, {found['values']} values")
+    for name, rate in found["rates"].items():
+        low, high = rate["interval"]
         print(
-            f"  {name:<16}{rate.num_hits:>5} / {rate.num_cases:<5}{rate.value:.3f}  "
+            f"  {name:<16}{rate['hits']:>5} / {rate['cases']:<5}{rate['value']:.3f}  "
             f"[{low:.3f}, {high:.3f}]"
         )
 

@@ -29,6 +29,9 @@ def main() -> None:
         ("fidelity", _fidelity),
         ("recovery", _recovery),
         ("store", _store),
+        ("tools", _tools),
+        ("predict", _predict),
+        ("lint", _lint),
     ):
         for path in sorted(RESULTS.glob(f"{name}*.json")):
             parts.append(write(json.loads(path.read_text())))
@@ -231,7 +234,7 @@ def _store(result: dict[str, Any]) -> str:
             _ms(r["load"]),
             f"**{r['load_over_read']:.2f}**",
             _ms(r["from_memory"]),
-            _ms(r["from_file"]),
+            _ms(r["added"]),
             f"**{r['first_token_over_read']:.2f}**",
         ]
         for name, r in result.items()
@@ -275,8 +278,8 @@ def _store(result: dict[str, Any]) -> str:
                 "read into ms",
                 "load ms",
                 "load / read",
-                "first token, from memory ms",
-                "from file ms",
+                "first token from memory ms",
+                "from the file, added ms",
                 "added / read",
             ],
             loads,
@@ -303,6 +306,93 @@ def _store(result: dict[str, Any]) -> str:
         + _table(
             ["mode", "operations", "compiled", "must be there", "must be gone", "faults"], together
         )
+    )
+
+
+def _tools(result: dict[str, Any]) -> str:
+    orders, back = result["orders"], result["retracted"]
+    rows = [
+        [name, str(number), str(back["still_chosen"][f"{name}, full prefill"])]
+        for name, number in back["still_chosen"].items()
+        if not name.endswith("full prefill")
+    ]
+    return (
+        f"## Tools as segments, {result['machine']['dtype']}, {result['num_seam_tokens']} seam "
+        f"token(s)\n\n{_machine(result)}\n"
+        f"Four tools in all 24 orders, {orders['num_decisions']} decisions between their names, "
+        f"against a full prefill of the same tokens. At least {orders['least_share_kept']:.1%} of "
+        "the tools' tokens are kept when they are reordered.\n\n"
+        + _table(
+            ["same decision", "top-1 equal", "KL median", "KL max", "floor", "right", "full right"],
+            [
+                [
+                    f"{orders['decides_as_full']:.2f}",
+                    f"{orders['top1_agree']:.2f}",
+                    f"{orders['kl_nats_median']:.4f}",
+                    f"{orders['kl_nats_max']:.4f}",
+                    f"{orders['floor_kl_nats_max']:.1e}",
+                    f"{orders['right']:.2f}",
+                    f"{orders['full_right']:.2f}",
+                ]
+            ],
+        )
+        + f"\nA tool is retracted and what it was for is asked, {back['num_questions']} questions: "
+        "how often it is chosen all the same, here and by a full prefill of the same tokens.\n\n"
+        + _table(["retracted by", "still chosen", "still chosen by a full prefill"], rows)
+    )
+
+
+def _predict(result: dict[str, Any]) -> str:
+    rows = [
+        [
+            str(r["turn"]),
+            f"`{r['plan']}`",
+            str(r["computed"]),
+            str(r["moved"]),
+            _ms(r["predicted_ms"]),
+            _ms(r["measured_ms"]),
+            f"**{r['ratio']['median']:.2f}** [{r['ratio']['min']:.2f}-{r['ratio']['max']:.2f}]",
+            f"{r['full_ratio']['median']:.2f}",
+        ]
+        for r in result["rows"]
+    ]
+    return (
+        f"## Predicted times, {result['scenario']}, {result['machine']['dtype']}\n\n"
+        f"{_machine(result)}\nWhat `kvnotes explain` says before anything runs, against the time "
+        "to the first token.\n\n"
+        + _table(
+            [
+                "turn",
+                "plan",
+                "computed",
+                "moved",
+                "predicted ms",
+                "measured ms",
+                "predicted / measured",
+                "the same of a full prefill",
+            ],
+            rows,
+        )
+    )
+
+
+def _lint(result: dict[str, Any]) -> str:
+    rows = [
+        [
+            half,
+            f"{found['items']} ({found['decoys']})",
+            name.replace("_", " "),
+            f"{rate['hits']} / {rate['cases']}",
+            f"**{rate['value']:.3f}** [{rate['interval'][0]:.3f}, {rate['interval'][1]:.3f}]",
+        ]
+        for half, found in result.items()
+        for name, rate in found["rates"].items()
+    ]
+    return (
+        "## Lint\n\n`python bench/lint.py`\n\nLabelled lines of prompts and logs; a decoy looks "
+        "volatile and is not. The rules were fitted to `dev`; `heldout` was labelled before they "
+        "saw it. 95 % Wilson intervals; at least 0.95 is wanted.\n\n"
+        + _table(["half", "lines (decoys)", "rate", "hits", "value"], rows)
     )
 
 

@@ -56,6 +56,7 @@ def main() -> None:
     tools = json.loads(TOOLS.read_text())
     names = [tool["function"]["name"] for tool in tools]
     result = {
+        "num_seam_tokens": args.seam,
         "orders": orders(model, tools, names, args.seam),
         "retracted": retracted(model, tools, names, args.seam),
     }
@@ -122,9 +123,13 @@ def judged(model: kvnotes.Model, session: kvnotes.Session, names: list[str]) -> 
 
 
 def retracted(
-    model: kvnotes.Model, tools: list[dict[str, Any]], names: list[str]
+    model: kvnotes.Model, tools: list[dict[str, Any]], names: list[str], seam: int
 ) -> dict[str, Any]:
-    """One tool is taken back, and what it was for is asked: is it still chosen?"""
+    """One tool is taken back, and what it was for is asked: is it still chosen?
+
+    Each way is also judged by a full prefill of the tokens it leaves: what the prompt itself
+    makes of them.
+    """
     rows = []
     for wanted, questions in QUESTIONS.items():
         for question in questions:

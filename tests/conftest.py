@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -49,6 +50,9 @@ def shared_data() -> Path:
     return folder
 
 
+SKIPPED = "skipped without a declaration"
+
+
 class SkipCheck:
     """Fails a CI run with a skipped test that tests/declared_skips.txt does not name."""
 
@@ -68,7 +72,16 @@ class SkipCheck:
         if not any(nodeid.startswith(prefix) for prefix in self.declared):
             self.undeclared.append(nodeid)
 
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        # what a worker of pytest-xdist skipped while it collected, nobody else is told
+        skipped = getattr(node, "workeroutput", {}).get(SKIPPED, [])
+        self.undeclared += [nodeid for nodeid in skipped if nodeid not in self.undeclared]
+
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if hasattr(session.config, "workeroutput"):
+            session.config.workeroutput[SKIPPED] = self.undeclared
+            return
         if self.undeclared and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
