@@ -122,7 +122,8 @@ class ModelCheckup:
         yield Check.ok(
             SECTION,
             "positions",
-            f"rope {spec.rope.kind}, pairs {spec.rope.pairing}, context {spec.max_positions:,} "
+            f"rope {self.layout.rope}, pairs {self.layout.rope_pairing}, context "
+            f"{spec.max_positions:,} "
             "tokens",
         )
         per_token = self.layout.kv_bytes_per_token
@@ -290,8 +291,8 @@ def _layout(engine: Engine) -> LayoutRecord:
             for (kind, num_heads, head_dim), number in counts.items()
         ],
         attention_heads=spec.num_attention_heads,
-        rope=spec.rope.kind,
-        rope_pairing=spec.rope.pairing,
+        rope=", ".join(sorted({rope.kind for rope in spec.ropes})),
+        rope_pairing=", ".join(sorted({rope.pairing for rope in spec.ropes})),
         context=spec.max_positions,
         kv_bytes_per_token=spec.nbytes_per_token(_ITEM_SIZES[spec.dtype]),
     )

@@ -18,7 +18,7 @@ SPEC = ModelSpec(
     vocab_size=100,
     max_positions=256,
     dtype="float32",
-    rope=ROPE,
+    ropes=(ROPE,),
     num_parameters=1000,
 )
 IDENTITY = ModelIdentity(SPEC, "b" * 64)
@@ -33,7 +33,7 @@ CHANGED: dict[str, ModelIdentity] = {
     "vocab_size": replace(IDENTITY, spec=replace(SPEC, vocab_size=101)),
     "max_positions": replace(IDENTITY, spec=replace(SPEC, max_positions=512)),
     "dtype": replace(IDENTITY, spec=replace(SPEC, dtype="bfloat16")),
-    "rope": replace(IDENTITY, spec=replace(SPEC, rope=replace(ROPE, rotary_dim=4))),
+    "rope": replace(IDENTITY, spec=replace(SPEC, ropes=(replace(ROPE, rotary_dim=4),))),
     "constants": replace(IDENTITY, spec=replace(SPEC, constants=(("rms_norm_eps", "1e-06"),))),
     "weights": replace(IDENTITY, weights_digest="c" * 64),
     "adapter": replace(IDENTITY, adapter="lora"),
@@ -42,11 +42,11 @@ CHANGED: dict[str, ModelIdentity] = {
 """One identity per fact, that differs in this fact alone."""
 
 NESTED: dict[str, ModelSpec] = {
-    "kind": replace(SPEC, rope=replace(ROPE, kind="yarn")),
-    "rotary_dim": replace(SPEC, rope=replace(ROPE, rotary_dim=4)),
-    "pairing": replace(SPEC, rope=replace(ROPE, pairing="interleaved")),
-    "table_digest": replace(SPEC, rope=replace(ROPE, table_digest="d" * 64)),
-    "attention_factor": replace(SPEC, rope=replace(ROPE, attention_factor=1.1)),
+    "kind": replace(SPEC, ropes=(replace(ROPE, kind="yarn"),)),
+    "rotary_dim": replace(SPEC, ropes=(replace(ROPE, rotary_dim=4),)),
+    "pairing": replace(SPEC, ropes=(replace(ROPE, pairing="interleaved"),)),
+    "table_digest": replace(SPEC, ropes=(replace(ROPE, table_digest="d" * 64),)),
+    "attention_factor": replace(SPEC, ropes=(replace(ROPE, attention_factor=1.1),)),
     "num_kv_heads": replace(SPEC, layers=(SPEC.layers[0], LayerSpec("full", 1, 8))),
     "head_dim": replace(SPEC, layers=OTHER_LAYERS),
     "number of layers": replace(SPEC, layers=SPEC.layers[:1]),
