@@ -62,7 +62,7 @@ SIZES: dict[str, Any] = {
     "v_head_dim": 16,
     "index_topk": 8,
     "index_head_dim": 16,
-    "index_n_heads": 2,
+    "index_n_heads": 16,
     "sliding_window": WINDOW,
     "attention_chunk_size": CHUNK,
     "hidden_size_per_layer_input": 8,
@@ -72,10 +72,13 @@ SIZES: dict[str, Any] = {
     "altup_num_inputs": 2,
     "global_head_dim": 16,
     "num_global_key_value_heads": 2,
-    "layers_block_type": None,
-    "pad_token_id": None,
-    "bos_token_id": None,
-    "eos_token_id": None,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "image_size": 32,
+    "patch_size": 16,
+    "depth": 2,
+    "out_hidden_size": 64,
     "mamba_d_state": 8,
     "mamba_d_head": 16,
     "mamba_n_heads": 4,
@@ -97,7 +100,15 @@ SIZES: dict[str, Any] = {
 
 OWN: dict[str, dict[str, Any]] = {
     "gemma3n_text": {"layer_types": ["sliding_attention", "full_attention"] * 2},
-    "gemma4_text": {"layer_types": ["sliding_attention", "full_attention"] * 2},
+    "gemma4_text": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "per_layer_config": {1: {"head_dim": 32}, 3: {"head_dim": 32}},
+    },
+    "gemma4_unified_text": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "per_layer_config": {1: {"head_dim": 32}, 3: {"head_dim": 32}},
+    },
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
 }
 """What some types need beside that."""
 
@@ -115,32 +126,42 @@ def tiny_config(model_type: str) -> Any:
 
 def _shrunk(config: Any, own: dict[str, Any]) -> Any:
     values = config.to_dict()
-    aliases = {v: k for k, v in (config.attribute_map or {}).items()}
-    changed = {}
     for name, size in SIZES.items():
         held = values.get(name)
-        if name in values and size is None:
-            changed[name] = None
-        elif isinstance(held, bool) or not isinstance(held, (int, float)):
-            if name == "head_dim" and name in values:
-                changed[name] = size
-            continue
-        else:
-            changed[name] = size
-    changed |= own
-    if isinstance(values.get("layer_types"), list) and "layer_types" not in own:
-        changed["layer_types"] = _few(values["layer_types"])
-    values.update(changed)
-    for name, part in list(values.items()):
-        if isinstance(part, list) and name != "layer_types" and len(part) > NUM_LAYERS:
-            if all(isinstance(x, (int, float, str, bool)) for x in part):
-                values[name] = part[:NUM_LAYERS]
-    del aliases
-    return type(config)(**{k: v for k, v in values.items() if k not in DERIVED})
+        number = isinstance(held, (int, float)) and not isinstance(held, bool)
+        if number or (held is None and name in values and name in ALSO_WITHOUT):
+            values[name] = size
+    if "qk_rope_head_dim" in values:  # latent attention: every head has its own keys
+        values |= {"num_key_value_heads": 4, "head_dim": 8, "qk_head_dim": 16}
+    if isinstance(values.get("layer_types"), list):
+        values["layer_types"] = _few(values["layer_types"])
+    for name, part in values.items():
+        if isinstance(part, list) and len(part) > NUM_LAYERS:
+            values[name] = part[:NUM_LAYERS]
+    for name in getattr(type(config), "sub_configs", {}):
+        part = getattr(config, name, None)
+        if part is not None:
+            values[name] = _shrunk(part, {}).to_dict()
+    if isinstance(values.get("per_layer_config"), dict):
+        values.pop("per_layer_config")
+    values |= own
+    return type(config)(**{name: v for name, v in values.items() if name not in DERIVED})
 
 
 DERIVED = {"transformers_version", "architectures", "model_type", "torch_dtype", "dtype"}
+"""What a configuration's dictionary holds and its constructor does not want."""
 
+ALSO_WITHOUT = {
+    "head_dim",
+    "num_key_value_heads",
+    "n_routed_experts",
+    "num_experts_per_tok",
+    "n_shared_experts",
+    "n_group",
+    "topk_group",
+    "moe_intermediate_size",
+}
+"""Values that are given where the default has none."""
 
 def _few(kinds: list[str]) -> list[str]:
     """Return a few layer types, every kind among them, the order as it is."""

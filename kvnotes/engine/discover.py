@@ -32,6 +32,10 @@ ANGLE_ROUNDING = 2.0**-22
 """Added to the tolerance for each position moved: models round angles to float32, so K/V far
 from the start are off by about this much of themselves."""
 
+SHARP = 0.2
+"""Largest share of the tolerance just below a limit that the probe finds: queries and tables
+that change there leave nothing below it, and what drifts is exact nowhere."""
+
 NUM_PROBE_TOKENS = 6
 PROBE_DISTANCE = 19
 
@@ -265,6 +269,11 @@ class _Probe:
             if not low < middle < high:
                 break
             low, high = (middle, high) if self._moves(middle, layers, rotaries) else (low, middle)
+        if self._worst(low, layers, rotaries) > SHARP * self.allowed(low):
+            raise unsupported(
+                self.model,
+                "what it caches changes with the position, gradually, in more than rotation",
+            )
         return low + NUM_PROBE_TOKENS, (
             f"what it caches depends on more than rotation from position {low + NUM_PROBE_TOKENS} "
             "on: queries scaled by position, or tables that change with the length"
@@ -274,15 +283,21 @@ class _Probe:
         self, distance: int, layers: Sequence[LayerSpec], rotaries: Sequence[Rotary]
     ) -> bool:
         """Whether what is cached at a distance is what stands near, moved."""
-        source = torch.arange(NUM_PROBE_TOKENS)
+        return self._worst(distance, layers, rotaries) <= self.allowed(distance)
+
+    def _worst(
+        self, distance: int, layers: Sequence[LayerSpec], rotaries: Sequence[Rotary]
+    ) -> float:
+        """Return the largest relative error of anything moved by a distance."""
+        source, worst = torch.arange(NUM_PROBE_TOKENS), 0.0
         for layer, near, far in zip(layers, self.near, self.at(distance), strict=True):
             for name, tensor in near.items():
                 rope = layer.rope_of(name)
                 if rope is not None:
                     tensor = move_keys(tensor, source, source + distance, rotaries[rope])
-                if not gap(tensor, far[name]) <= self.allowed(distance):
-                    return False
-        return True
+                error = gap(tensor, far[name])
+                worst = error if not error <= worst else worst  # also what is no number
+        return worst
 
     def _aligned(self, distance: int) -> int:
         """Return a distance near one, at which the tokens still stand in one chunk."""

@@ -64,20 +64,27 @@ class _Call:
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor] | None:
         """Return raw cosines and sines `[tokens, width]`; None if that is not what comes."""
 
+        # the first position shows which is which: no angle has a sine there
+        asked = torch.cat([torch.zeros(1, dtype=positions.dtype), positions])
+
         def changed(value: Any) -> Any:
             if not isinstance(value, Tensor):
                 return value
             if value.is_floating_point():
                 return torch.zeros(1, dtype=torch.float32)
             if value.shape[-1:] == (self.num_tokens,):
-                return positions.expand(*value.shape[:-1], len(positions))
+                return asked.expand(*value.shape[:-1], len(asked))
             return value
 
         with torch.inference_mode():
             found = self.module(
                 *map(changed, self.args), **{k: changed(v) for k, v in self.kwargs.items()}
             )
-        return _cos_sin(found, len(positions))
+        pair = _pair(found, len(asked))
+        if pair is None:
+            return None
+        cos, sin = pair if not pair[1][0].any() else (pair[1], pair[0])
+        return None if sin[0].any() else (cos[1:], sin[1:])
 
 
 def candidates(model: Any, run: Callable[[], Any], num_tokens: int) -> list[Candidate]:
@@ -216,8 +223,8 @@ def _kind(model: Any, layer_type: str) -> str:
     return str(own.get("rope_type", "default")) if isinstance(own, dict) else "default"
 
 
-def _cos_sin(found: Any, num_tokens: int) -> tuple[Tensor, Tensor] | None:
-    """Return cosines and sines `[tokens, width]` from what a module returned."""
+def _pair(found: Any, num_tokens: int) -> tuple[Tensor, Tensor] | None:
+    """Return two tables `[tokens, width]`, cosines and sines, from what a module returned."""
     if isinstance(found, Tensor) and found.is_complex():
         found = found.real, found.imag
     if not isinstance(found, (tuple, list)) or len(found) != 2:
