@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+import kvnotes
 from kvnotes.engine.base import Engine, Execution, engine_versions
 from kvnotes.errors import UnsupportedModelError
 from kvnotes.fidelity import LOAD_TOLERANCE, compare, mask_reference
@@ -121,7 +122,7 @@ def run_gate(engine: Engine) -> Scorecard:
         engine.fingerprint,
         tuple(rows),
         _control(engine),
-        engine_versions(),
+        _versions(),
     )
 
 
@@ -161,7 +162,7 @@ def _round(engine: Engine, length: int) -> Iterator[GateRow]:
     if length < NUM_SHORT:
         return
     spliced = _spliced(engine, ids, whole)
-    if length == NUM_SHORT:
+    if length == NUM_SHORT or engine.spec.chunk_size:
         yield GateRow("splice", length, _gap(engine, spliced), allowed)
     for case, edited in _edits(engine, spliced, long=length > NUM_SHORT):
         yield GateRow(case, len(edited.cache.token_ids), _gap(engine, edited), allowed)
@@ -188,27 +189,36 @@ def _spliced(engine: Engine, ids: tuple[int, ...], whole: Execution) -> Executio
 
 def _edits(engine: Engine, spliced: Execution, *, long: bool) -> Iterator[tuple[str, Execution]]:
     """Yield edits of a spliced cache; one that does all of them where it is long."""
-    cache = spliced.cache
-    ids = cache.token_ids
+    ids = spliced.cache.token_ids
+    size = len(ids)
     new = (ids[3] + 1) % engine.spec.vocab_size
-    middle = len(ids) - NUM_SEGMENT
-    cut = (*ids[:4], *ids[5:]), (Match(0, 0, 4), Match(5, 4, len(ids) - 5))
-    grown = (*ids[:3], new, new, *ids[4:]), (Match(0, 0, 3), Match(4, 5, len(ids) - 4))
-    scattered = (6, middle, middle + 3)
-    cases = {"delete": (cut, ()), "longer": (grown, ())}
-    if long:
-        cases = {"edits": (grown, scattered)}
-    elif len(ids) <= middle + 4:
-        scattered = ()
-    if not long:
-        same = ids, (Match(0, 0, len(ids)),)
-        cases["recompute"] = (same, scattered)
-    for case, ((target, matches), recompute) in cases.items():
+    notes = (6, size - NUM_SEGMENT, size - NUM_SEGMENT + 3)
+    same = _Edit(ids, (Match(0, 0, size),), notes)
+    cut = _Edit((*ids[:4], *ids[5:]), (Match(0, 0, 4), Match(5, 4, size - 5)))
+    grown = _Edit((*ids[:3], new, new, *ids[4:]), (Match(0, 0, 3), Match(4, 5, size - 4)))
+    cases = {"recompute": same, "delete": cut, "longer": grown}
+    if long:  # tokens may not move by one across the border of a chunk
+        chunked = bool(engine.spec.chunk_size)
+        cases = {"edits": same if chunked else replace(grown, notes=notes)}
+    for case, edit in cases.items():
         plan = plan_keep(
-            cache.layout, matches, Plan.prefill(target), strategy="selective", recompute=recompute
+            spliced.cache.layout,
+            edit.matches,
+            Plan.prefill(edit.token_ids),
+            strategy="selective",
+            recompute=edit.notes,
         )
         if all(engine.movable(view) for view in plan.layout):
-            yield case, engine.execute(plan, base=cache)
+            yield case, engine.execute(plan, base=spliced.cache)
+
+
+@dataclass(frozen=True, slots=True)
+class _Edit:
+    """The tokens after an edit, what may be kept for them, and what is computed all the same."""
+
+    token_ids: tuple[int, ...]
+    matches: tuple[Match, ...]
+    notes: tuple[int, ...] = ()
 
 
 def _gap(engine: Engine, execution: Execution) -> float:
@@ -242,6 +252,10 @@ def _still(rotary: Rotary) -> Rotary:
 # -- what is remembered ----------------------------------------------------------------------
 
 
+def _versions() -> tuple[tuple[str, str], ...]:
+    return (*engine_versions(), ("kvnotes", kvnotes.__version__))
+
+
 def _path(engine: Engine) -> Path:
     return load_settings().home / "gates" / f"{engine.fingerprint}.json"
 
@@ -257,7 +271,7 @@ def _remembered(engine: Engine) -> Scorecard | None:
         found = Scorecard(**facts)
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
-    current = replace(found, fingerprint=engine.fingerprint, versions=engine_versions())
+    current = replace(found, fingerprint=engine.fingerprint, versions=_versions())
     return found if found == current and found.rows and found.passed else None
 
 

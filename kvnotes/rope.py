@@ -126,10 +126,10 @@ class _Scratch:
 
 
 def turn_keys(
-    layers: Sequence[Float[Tensor, "kv_heads tokens head_dim"]],
+    layers: Sequence[Float[Tensor, "_ tokens _"]],
     turn: Turn,
     spec: RopeSpec,
-    outs: Sequence[Float[Tensor, "kv_heads tokens head_dim"]],
+    outs: Sequence[Float[Tensor, "_ tokens _"]],
 ) -> None:
     """Rotate the keys of all layers, each in one pass, into memory that does not overlap.
 

@@ -37,7 +37,7 @@ GROWTH = 1.25
 MAX_SLACK = 2
 """A free buffer is taken for a sequence if it is at most this many times too large."""
 
-LayerTensors = tuple[Float[Tensor, "kv_heads tokens dim"], ...]
+LayerTensors = tuple[Float[Tensor, "_ tokens _"], ...]
 """One tensor for each layer; one without heads where a layer caches none of its kind."""
 
 Tensors = dict[TensorName, LayerTensors]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -162,6 +161,7 @@ ALSO_WITHOUT = {
     "moe_intermediate_size",
 }
 """Values that are given where the default has none."""
+
 
 def _few(kinds: list[str]) -> list[str]:
     """Return a few layer types, every kind among them, the order as it is."""

@@ -17,6 +17,7 @@ import psutil  # type: ignore[import-untyped]
 from kvnotes.cli.doctor_records import (
     Check,
     GateRecord,
+    GateRowRecord,
     LayerRecord,
     LayoutRecord,
     PredictedRecord,
@@ -142,14 +143,21 @@ class ModelCheckup:
 
     def _check_gate(self, engine: Engine) -> Check:
         """Splice and edit a probe, and compare with a masked forward."""
-        from kvnotes.fidelity import measure_engine
+        from kvnotes.gate import run_gate
 
         self._say("splicing and editing a probe")
-        found = measure_engine(engine)
+        found = run_gate(engine)
         self.gate = GateRecord(
-            splice_gap=_finite(found.splice_gap),
-            edit_gap=_finite(found.edit_gap),
-            tolerance=found.tolerance,
+            rows=[
+                GateRowRecord(
+                    case=row.case,
+                    tokens=row.num_tokens,
+                    gap=_finite(row.gap),
+                    tolerance=row.allowed,
+                )
+                for row in found.rows
+            ],
+            control=found.control,
         )
         try:
             found.require()
@@ -158,8 +166,9 @@ class ModelCheckup:
         return Check.ok(
             SECTION,
             "splices, edits",
-            f"a probe differs from a masked forward by {found.splice_gap:.1e} (spliced) and "
-            f"{found.edit_gap:.1e} (edited) of the logit scale; {found.tolerance:.0e} is allowed",
+            f"{len(found.rows)} probes of up to {max(row.num_tokens for row in found.rows)} tokens "
+            f"differ from a masked forward by {found.worst:.1e} of the logit scale; "
+            f"{found.rows[0].allowed:.0e} is allowed, {_control(found.control)}",
         )
 
     def _check_speed(self, engine: Engine) -> Iterator[Check]:
@@ -333,6 +342,10 @@ def _check_clock(shows_time: bool) -> Check:
         "the template shows the time: frozen in a session, another prefix in each new one",
         "give a scenario a chat_template without it",
     )
+
+
+def _control(gap: float | None) -> str:
+    return "no position is rotated" if gap is None else f"without rotation it is {gap:.1e}"
 
 
 def _finite(value: float) -> float | None:

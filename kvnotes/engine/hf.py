@@ -68,6 +68,7 @@ class HFEngine(Engine):
         names = inspect.signature(model.forward).parameters
         self._cache_name = "cache" if "cache" in names else "past_key_values"
         self._keeps_logits = "logits_to_keep" in names
+        self._own_attention = model.config._attn_implementation
         use_packed_attention(model, self._form, self._probe_forward)
         times: list[float] = []
 
@@ -208,8 +209,13 @@ class HFEngine(Engine):
         return self._call(list(token_ids), Visibility(positions, positions, visible), None, rows)
 
     def own_forward(self, token_ids: Sequence[int]) -> Float[Tensor, " vocab"]:
-        with torch.inference_mode():
-            output = self.model(input_ids=torch.tensor([list(token_ids)]))
+        ours = self.model.config._attn_implementation
+        self.model.set_attn_implementation(self._own_attention)
+        try:
+            with torch.inference_mode():
+                output = self.model(input_ids=torch.tensor([list(token_ids)]))
+        finally:
+            self.model.set_attn_implementation(ours)
         logits: Tensor = output.logits[0, -1].float()
         return logits
 

@@ -63,7 +63,6 @@ class _Call:
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor] | None:
         """Return raw cosines and sines `[tokens, width]`; None if that is not what comes."""
-
         # the first position shows which is which: no angle has a sine there
         asked = torch.cat([torch.zeros(1, dtype=positions.dtype), positions])
 

@@ -43,7 +43,8 @@ def load(
         name: `smollm2-135m` (embedded), a hub id, a folder, or a `.gguf` file.
         dtype: `float32` (default), `bfloat16` or `float16`.
         chat_template: Jinja text used in place of the tokenizer's own.
-        verify_model: Compare splices and edits of a few tokens with a masked forward.
+        verify_model: Compare splices and edits with a masked forward, see `kvnotes.gate`. A
+            model that has passed with these versions is not measured again.
         store: Where compiled segments are kept, or its folder; in memory by default.
 
     Raises:
@@ -53,13 +54,13 @@ def load(
     from kvnotes.engine.hf import HFEngine
     from kvnotes.engine.models import load_model_and_tokenizer, resolve_model
     from kvnotes.engine.weights import weights_digest
-    from kvnotes.fidelity import check_engine
+    from kvnotes.gate import check_gate
 
     resolved = resolve_model(name)
     model, tokenizer = load_model_and_tokenizer(resolved, dtype=dtype)
     engine = HFEngine(model, weights_digest(resolved.path))
     if verify_model:
-        check_engine(engine)
+        check_gate(engine)
     if not isinstance(store, KVStore):
         store = KVStore(None if store is None else Path(store), versions=engine_versions())
     return Model(engine, PromptTokenizer(tokenizer, chat_template), resolved.name, store)
