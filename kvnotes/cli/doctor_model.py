@@ -88,8 +88,10 @@ class ModelCheckup:
     # -- the model -------------------------------------------------------------------------
 
     def _check_engine(self, resolved: ResolvedModel) -> Iterator[Check]:
+        from kvnotes.engine.adapters import adapter_digest
         from kvnotes.engine.hf import HFEngine
         from kvnotes.engine.models import DTYPES, load_model_and_tokenizer
+        from kvnotes.engine.quantize import stored_quantization
         from kvnotes.engine.weights import weights_digest
 
         dtype = self._dtype or DTYPES[0]
@@ -100,7 +102,13 @@ class ModelCheckup:
                 return
             self._say(f"loading {resolved.name}")
             model: Any = load_model_and_tokenizer(resolved, dtype=dtype).model
-            engine = HFEngine(model, weights_digest(resolved.path))
+            adapter = "" if resolved.adapter is None else adapter_digest(resolved.adapter)
+            engine = HFEngine(
+                model,
+                weights_digest(resolved.path),
+                adapter=adapter,
+                quantization=stored_quantization(model),
+            )
         except KVNotesError as error:
             yield Check.fault(SECTION, "supported", error)
             return
@@ -276,11 +284,9 @@ _SYSTEM = {
 
 def _check_fits(resolved: ResolvedModel, dtype: str) -> Check:
     """Compare the memory that is available with what the weights take."""
-    from kvnotes.engine.weights import read_tensor_entries
+    from kvnotes.engine.models import memory_of
 
-    entries = read_tensor_entries(resolved.path)
-    needed = sum(math.prod(entry.shape) for entry in entries) * _ITEM_SIZES.get(dtype, 4)
-    available = psutil.virtual_memory().available
+    needed, available = memory_of(resolved, dtype)
     fact = f"the weights take {size(needed)} in {dtype}, {size(available)} are available"
     if needed > available:
         hint = "close other programs, or use a smaller model or dtype: bfloat16"
