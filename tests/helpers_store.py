@@ -224,7 +224,7 @@ def of_model(**changes: Any) -> str:
         for path, value in changes.items():
             at("identity.spec." + path.replace("__", "."), value)(data)
         spec = dict(data["identity"]["spec"])
-        del spec["num_parameters"]
+        del spec["num_parameters"], spec["limit_reason"]
         facts = {**spec, "weights": "1" * 64, "adapter": "lora", "quantization": "none"}
         data["fingerprint"] = hashlib.sha256(canonical(facts).encode()).hexdigest()
 

@@ -182,6 +182,9 @@ class SegmentHeader(_Part):
         kinds = tuple(layer.kind for layer in self.identity.spec.layers)
         if self.layer_kinds != kinds:
             yield f"its layer_kinds {self.layer_kinds[:3]} differ from the model's {kinds[:3]}"
+        ropes = len(self.identity.spec.ropes)
+        if any(not 0 <= rope < ropes for x in self.identity.spec.layers for _, rope in x.moves):
+            yield f"its layers move by rotary embeddings that it has not: it has {ropes}"
         if not all(text.isprintable() for text in texts(asdict(self.identity))):
             yield "its model is described with characters that cannot be printed"
         yield from self._payload_contradictions()
