@@ -20,18 +20,19 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 READY := .venv/.ready
 READY_519 := .venv-519/.ready
+READY_EXTRAS := .venv-extras/.ready
 RESULTS := build/test-results
 # one process for each CPU, but no more than memory has room for
 IN_PARALLEL := -n $(TEST_PROCESSES) --maxprocesses 6 --dist loadfile
 
-.PHONY: setup demo test lint types tests tests-519 bench clean
+.PHONY: setup demo test lint types tests tests-519 tests-extras bench clean
 
 setup: $(READY)
 
 demo: $(READY)
 	$(BIN)/kvnotes run examples/retail.yaml
 
-test: lint types tests tests-519
+test: lint types tests tests-519 tests-extras
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -49,6 +50,11 @@ tests-519: $(READY_519)
 	.venv-519/bin/python -m pytest $(IN_PARALLEL) --junitxml=$(RESULTS)/transformers-519.xml $(PYTEST_ARGS) \
 	  $(wildcard tests/contract tests/model)
 
+# Quantized weights, adapters and a model with windows: packages that only some have.
+tests-extras: $(READY_EXTRAS)
+	.venv-extras/bin/python -m pytest $(IN_PARALLEL) --junitxml=$(RESULTS)/extras.xml $(PYTEST_ARGS) \
+	  tests/extras
+
 bench: $(READY)
 	$(BIN)/python bench/prefill.py $(BENCH_ARGS)
 	$(BIN)/python bench/speed.py $(BENCH_ARGS)
@@ -63,7 +69,7 @@ bench: $(READY)
 	$(BIN)/python docs/pictures.py
 
 clean:
-	rm -rf .venv .venv-519 .cache build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-519 .venv-extras .cache build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	rm -rf *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -78,11 +84,11 @@ $(READY): requirements.lock pyproject.toml
 	$(PIP) install --quiet --no-deps --no-build-isolation -e .
 	touch $@
 
-# Its own transformers, and through a .pth file everything else from .venv.
-$(READY_519): requirements-519.lock $(READY)
-	$(PYTHON) -m venv .venv-519
-	.venv-519/bin/python -m pip --disable-pip-version-check --no-input install --quiet --no-deps \
-	  -r requirements-519.lock
+# Some packages of their own, and through a .pth file everything else from .venv.
+.venv-%/.ready: requirements-%.lock $(READY)
+	$(PYTHON) -m venv .venv-$*
+	.venv-$*/bin/python -m pip --disable-pip-version-check --no-input install --quiet --no-deps \
+	  -r requirements-$*.lock
 	$(BIN)/python -c "import os, sysconfig; print(os.getcwd()); print(sysconfig.get_path('purelib'))" \
-	  > "$$(.venv-519/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/from-venv.pth"
+	  > "$$(.venv-$*/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/from-venv.pth"
 	touch $@

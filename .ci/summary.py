@@ -6,7 +6,7 @@ import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
-RUNS = ("main", "transformers-519")
+RUNS = ("main", "transformers-519", "extras")
 
 
 def main(folder: Path) -> int:

@@ -46,7 +46,7 @@ def segment_of(num_tokens: int, seed: int) -> KVSegment:
         vocab_size=1000,
         max_positions=1 << 16,
         dtype="float32",
-        rope=RopeSpec("default", 64, "half", "0" * 64),
+        ropes=(RopeSpec("default", 64, "half", "0" * 64),),
     )
     random_ = torch.Generator().manual_seed(seed)
     layers = [
@@ -54,7 +54,7 @@ def segment_of(num_tokens: int, seed: int) -> KVSegment:
         for _ in range(2)
     ]
     run = Run(tuple((seed + index) % 1000 for index in range(num_tokens)))
-    return KVSegment(run, ModelIdentity(spec, "1" * 64), *layers)
+    return KVSegment(run, ModelIdentity(spec, "1" * 64), {"keys": layers[0], "values": layers[1]})
 
 
 def save_forever(path: Path, segments: list[KVSegment], trust: Trust) -> None:

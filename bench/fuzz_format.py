@@ -35,7 +35,7 @@ from fuzz_mutations import PAGE, canonical, mutated
 
 from kvnotes.errors import SegmentFormatError, TrustError
 from kvnotes.plan import Run
-from kvnotes.segment import KVSegment
+from kvnotes.segment import KVSegment, Tensors
 from kvnotes.spec import LayerSpec, ModelIdentity, ModelSpec, RopeSpec
 
 if find_spec("atheris"):
@@ -65,7 +65,7 @@ def seeds(folder: Path) -> list[bytes]:
         vocab_size=50,
         max_positions=64,
         dtype="float32",
-        rope=RopeSpec("yarn", 2, "half", "0" * 64, attention_factor=1.5),
+        ropes=(RopeSpec("yarn", 2, "half", "0" * 64, attention_factor=1.5),),
         constants=(("hidden_act", "silu"), ("rms_norm_eps", "1e-06")),
     )
     tensor = torch.tensor([[[1.0, -2.0], [0.5, 0.25], [3.0, 1e-6]]])
@@ -79,10 +79,11 @@ def seeds(folder: Path) -> list[bytes]:
         variant=(("country", "France"),),
     )
     whole = Run((7, 8, 9, 10, 11))
+    tensors: Tensors = {"keys": (tensor,), "values": (tensor,)}
     compiled = KVSegment(
-        whole.cut(2, 5), ModelIdentity(spec, "1" * 64), (tensor,), (tensor,), preamble_ids=(7, 8)
+        whole.cut(2, 5), ModelIdentity(spec, "1" * 64), tensors, preamble_ids=(7, 8)
     )
-    part = KVSegment(compiled.run, compiled.identity, (tensor,), (tensor,))
+    part = KVSegment(compiled.run, compiled.identity, tensors)
     ways: list[tuple[KVSegment, dict[str, Any]]] = [
         (compiled, {"provenance": source, "tenant": "shop"}),
         (compiled, {"int8": True}),

@@ -119,7 +119,7 @@ def _move_ms(engine: Any, segment: Any, buffer: Any) -> float:
     """Copy and move a segment into the same memory."""
     start = time.perf_counter()
     target = buffer.capacity - segment.num_tokens
-    place(Reuse(segment.run, 0, segment.num_tokens, target), [segment], buffer, engine.rotary)
+    place(Reuse(segment.run, 0, segment.num_tokens, target), [segment], buffer, engine.rotaries)
     return (time.perf_counter() - start) * 1e3
 
 

@@ -316,7 +316,7 @@ def rotation(model: kvnotes.Model) -> Drawing:
     """A key moved from one position to another, pair by pair."""
     source, target = 16, 40
     word = model.tokenizer.encode("language")
-    engine, rotary = model.engine, model.engine.rotary
+    engine, rotary = model.engine, model.engine.rotaries[0]
     layer = engine.prefill((*word, *word)).cache.buffer.keys[0][0, 0].double()
     half = layer.shape[-1] // 2
     pairs = (0, 3, 7, 16)

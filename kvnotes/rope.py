@@ -1,7 +1,7 @@
-"""Moving post-RoPE keys between positions.
+"""Moving what a model cached between positions: post-RoPE keys, or their rotated part.
 
 Owns the rotation; knows nothing of caches or models beyond a function that returns a
-model's own cosines and sines. Values carry no position and are never moved.
+model's own cosines and sines. Which tensors carry positions, `LayerSpec.moves` says.
 
 The rotation that takes a key from position p to q is the ratio of the model's own tables
 at q and p. Taking the ratio, and scaling it to unit modulus, cancels YaRN's attention
@@ -57,6 +57,8 @@ class Rotary:
         """Return the rotation from positions `source` to `target`, computed in float64."""
         ratio = self._unit(target) * self._unit(source).conj()
         ratio = ratio / ratio.abs()
+        if self.spec.reversed:
+            ratio = ratio.conj()
         cos, sin = ratio.real.float(), ratio.imag.float()
         if self.spec.pairing == "half":
             return Turn(torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1))
@@ -88,8 +90,6 @@ def move_keys(
     rotary: Rotary,
 ) -> Float[Tensor, "kv_heads tokens head_dim"]:
     """Move one layer's post-RoPE keys from positions `source` to `target`.
-
-    Values carry no position and are never moved.
 
     Args:
         keys: Keys as cached, rotated for `source`.
@@ -126,10 +126,10 @@ class _Scratch:
 
 
 def turn_keys(
-    layers: Sequence[Float[Tensor, "kv_heads tokens head_dim"]],
+    layers: Sequence[Float[Tensor, "_ tokens _"]],
     turn: Turn,
     spec: RopeSpec,
-    outs: Sequence[Float[Tensor, "kv_heads tokens head_dim"]],
+    outs: Sequence[Float[Tensor, "_ tokens _"]],
 ) -> None:
     """Rotate the keys of all layers, each in one pass, into memory that does not overlap.
 
@@ -139,7 +139,7 @@ def turn_keys(
         spec: Which dimensions are rotated, and in which pairs.
         outs: Where each layer's result goes.
     """
-    size = spec.rotary_dim
+    first, size = spec.start, spec.rotary_dim
     scratch = _Scratch()
     for start in range(0, turn.cos.shape[0], BLOCK_TOKENS):
         block = slice(start, start + BLOCK_TOKENS)
@@ -147,8 +147,10 @@ def turn_keys(
         for keys, out in zip(layers, outs, strict=True):
             source, target = keys[:, block], out[:, block]
             if size < keys.shape[2]:
-                target[..., size:] = source[..., size:]
-                source, target = source[..., :size], target[..., :size]
+                target[..., :first] = source[..., :first]
+                target[..., first + size :] = source[..., first + size :]
+                rotated_part = slice(first, first + size)
+                source, target = source[..., rotated_part], target[..., rotated_part]
             rotated = scratch.like("rotated", source)
             if source.dtype != torch.float32:
                 source = scratch.like("source", source).copy_(source)

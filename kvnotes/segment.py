@@ -26,7 +26,7 @@ from torch import Tensor
 
 from kvnotes.errors import UnknownSegmentError
 from kvnotes.plan.lineage import Layout, Reuse, Run, canonical, clip, is_exact, layout_token_ids
-from kvnotes.spec import LayerSpec, ModelIdentity, ModelSpec
+from kvnotes.spec import ModelIdentity, ModelSpec, TensorName
 
 SPARE_TOKENS = 512
 """Free slots a new buffer gets, at least: some turns fit before it is copied to grow."""
@@ -37,29 +37,40 @@ GROWTH = 1.25
 MAX_SLACK = 2
 """A free buffer is taken for a sequence if it is at most this many times too large."""
 
-LayerTensors = tuple[Float[Tensor, "kv_heads tokens head_dim"], ...]
+LayerTensors = tuple[Float[Tensor, "_ tokens _"], ...]
+"""One tensor for each layer; one without heads where a layer caches none of its kind."""
+
+Tensors = dict[TensorName, LayerTensors]
+"""Everything that is cached, by name."""
 
 
 class Buffer:
-    """Preallocated K/V memory: per layer keys and values `[kv_heads, capacity, head_dim]`.
+    """Preallocated K/V memory, `[kv_heads, capacity, dim]` for each layer and tensor.
 
     Args:
-        keys: Memory of each layer's keys.
-        values: Memory of each layer's values.
+        tensors: The memory.
     """
 
     @classmethod
-    def allocate(cls, spec: ModelSpec, num_tokens: int, dtype: torch.dtype) -> Buffer:
+    def allocate(
+        cls, spec: ModelSpec, num_tokens: int, dtype: torch.dtype, device: str = "cpu"
+    ) -> Buffer:
         """Return a new buffer with exactly `num_tokens` slots."""
-        return cls(
-            [_empty(layer, num_tokens, dtype) for layer in spec.layers],
-            [_empty(layer, num_tokens, dtype) for layer in spec.layers],
-        )
+        return cls(empty_tensors(spec, num_tokens, dtype, device))
 
-    def __init__(self, keys: list[Tensor], values: list[Tensor]) -> None:
-        self.keys = keys
-        self.values = values
+    def __init__(self, tensors: Tensors) -> None:
+        self.tensors = tensors
         self._extent: WeakKeyDictionary[object, int] = WeakKeyDictionary()
+
+    @property
+    def keys(self) -> LayerTensors:
+        """Memory of each layer's keys."""
+        return self.tensors["keys"]
+
+    @property
+    def values(self) -> LayerTensors:
+        """Memory of each layer's values."""
+        return self.tensors["values"]
 
     @property
     def capacity(self) -> int:
@@ -76,15 +87,19 @@ class Buffer:
 
     def segment(self, run: Run, slot: int, identity: ModelIdentity) -> KVSegment:
         """Return the K/V of `run` that stands at `slot`, as a view."""
-        part = slice(slot, slot + len(run))
-        keys = tuple(layer[:, part] for layer in self.keys)
-        values = tuple(layer[:, part] for layer in self.values)
-        return KVSegment(run, identity, keys, values, self, slot)
+        return KVSegment(run, identity, self.part(slot, slot + len(run)), self, slot)
+
+    def part(self, start: int, stop: int) -> Tensors:
+        """Return slots `[start, stop)` of all tensors, as views."""
+        return {
+            name: tuple(layer[:, start:stop] for layer in layers)
+            for name, layers in self.tensors.items()
+        }
 
     @property
     def nbytes(self) -> int:
         """Bytes allocated."""
-        return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values))
+        return num_bytes(self.tensors)
 
 
 class BufferPool:
@@ -104,24 +119,24 @@ class BufferPool:
         self._spec = spec
         self._dtype = dtype
         self._max_free = max_free
-        self._free: list[tuple[list[Tensor], list[Tensor]]] = []
+        self._free: list[Tensors] = []
 
     def take(self, num_tokens: int) -> Buffer:
         """Return a buffer for `num_tokens`, with room to append."""
-        for index, (keys, values) in enumerate(self._free):
-            if num_tokens <= keys[0].shape[1] <= MAX_SLACK * num_tokens + SPARE_TOKENS:
+        for index, tensors in enumerate(self._free):
+            if num_tokens <= tensors["keys"][0].shape[1] <= MAX_SLACK * num_tokens + SPARE_TOKENS:
                 del self._free[index]
-                return self._lend(Buffer(keys, values))
+                return self._lend(Buffer(tensors))
         wanted = max(int(num_tokens * GROWTH), num_tokens + SPARE_TOKENS)
         wanted = max(min(wanted, self._spec.max_positions), num_tokens)
         return self._lend(Buffer.allocate(self._spec, wanted, self._dtype))
 
     def _lend(self, buffer: Buffer) -> Buffer:
-        finalize(buffer, self._give, buffer.keys, buffer.values)
+        finalize(buffer, self._give, buffer.tensors)
         return buffer
 
-    def _give(self, keys: list[Tensor], values: list[Tensor]) -> None:
-        self._free.append((keys, values))
+    def _give(self, tensors: Tensors) -> None:
+        self._free.append(tensors)
         del self._free[: -self._max_free]
 
 
@@ -132,8 +147,8 @@ class KVSegment:
     Args:
         run: The tokens and their lineage.
         identity: The model that computed it.
-        keys: Per layer, post-RoPE, `[kv_heads, tokens, head_dim]`.
-        values: Per layer, same shape.
+        tensors: Keys (post-RoPE), values and what else the model caches, per layer
+            `[kv_heads, tokens, dim]`.
         buffer: The buffer these tensors are views of, if any.
         slot: First slot in that buffer.
         preamble_ids: The declared preamble of a compiled segment.
@@ -141,11 +156,20 @@ class KVSegment:
 
     run: Run
     identity: ModelIdentity
-    keys: LayerTensors
-    values: LayerTensors
+    tensors: Tensors
     buffer: Buffer | None = None
     slot: int = 0
     preamble_ids: tuple[int, ...] = ()
+
+    @property
+    def keys(self) -> LayerTensors:
+        """Each layer's keys."""
+        return self.tensors["keys"]
+
+    @property
+    def values(self) -> LayerTensors:
+        """Each layer's values."""
+        return self.tensors["values"]
 
     @property
     def source_id(self) -> str:
@@ -160,11 +184,11 @@ class KVSegment:
     @property
     def nbytes(self) -> int:
         """Bytes of K/V."""
-        return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values))
+        return num_bytes(self.tensors)
 
     def checksum(self) -> float:
         """Sum over all elements in float64: changes when anything is overwritten."""
-        return float(sum(t.double().abs().sum() for t in (*self.keys, *self.values)))
+        return checksum(self.tensors)
 
 
 class KVCache:
@@ -282,10 +306,7 @@ class KVCache:
 
     def checksum(self) -> float:
         """Sum over all held elements in float64: changes when anything is overwritten."""
-        total = 0.0
-        for layer in (*self.buffer.keys, *self.buffer.values):
-            total += float(layer[:, : self.length].double().abs().sum())
-        return total
+        return checksum(self.buffer.part(0, self.length))
 
 
 def _narrowed(view: Reuse, segment: KVSegment) -> tuple[Reuse, KVSegment]:
@@ -301,5 +322,24 @@ def _narrowed(view: Reuse, segment: KVSegment) -> tuple[Reuse, KVSegment]:
     return run.whole(view.target_start), segment.buffer.segment(run, slot, segment.identity)
 
 
-def _empty(layer: LayerSpec, capacity: int, dtype: torch.dtype) -> Tensor:
-    return torch.empty(layer.num_kv_heads, capacity, layer.head_dim, dtype=dtype)
+def empty_tensors(
+    spec: ModelSpec, num_tokens: int, dtype: torch.dtype, device: str = "cpu"
+) -> Tensors:
+    """Return memory for everything that a model caches of some tokens."""
+    return {
+        name: tuple(
+            torch.empty(layer.shape(name, num_tokens), dtype=dtype, device=device)
+            for layer in spec.layers
+        )
+        for name in spec.tensor_names
+    }
+
+
+def num_bytes(tensors: Tensors) -> int:
+    """Return the size of tensors."""
+    return sum(t.numel() * t.element_size() for layers in tensors.values() for t in layers)
+
+
+def checksum(tensors: Tensors) -> float:
+    """Return the sum over all elements in float64."""
+    return float(sum(float(t.double().abs().sum()) for ts in tensors.values() for t in ts))

@@ -15,8 +15,14 @@ from typing import Literal
 
 from kvnotes.errors import SpecMismatchError
 
-LayerKind = Literal["full", "sliding", "latent", "none"]
+LayerKind = Literal["full", "sliding", "chunked", "latent", "none"]
+"""What a layer keeps and sees: all tokens; the last `window`; those of its own chunk; all tokens
+as one latent vector with a rotated part beside it; nothing, because it reads another layer's."""
+
 Pairing = Literal["half", "interleaved"]
+TensorName = Literal["keys", "values", "index"]
+"""What a layer may cache: keys, values, and the keys of an indexer that chooses tokens. A latent
+layer keeps the latent vector as its keys, and the rotated part as its values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +31,12 @@ class RopeSpec:
 
     Args:
         kind: The scaling as models name it: default, linear, llama3, yarn ...
-        rotary_dim: How many leading dimensions of a key are rotated.
-        pairing: Which dimensions form a pair: (i, i + rotary_dim/2) or (2i, 2i + 1).
+        rotary_dim: How many dimensions are rotated, from `start` on.
+        pairing: Which of them form a pair: (i, i + rotary_dim/2) or (2i, 2i + 1).
         table_digest: SHA-256 of the inverse frequencies in float32.
         attention_factor: What cosines and sines are multiplied by (YaRN).
+        start: The first rotated dimension.
+        reversed: The angles grow backwards with the position.
     """
 
     kind: str
@@ -36,15 +44,42 @@ class RopeSpec:
     pairing: Pairing
     table_digest: str
     attention_factor: float = 1.0
+    start: int = 0
+    reversed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """What one layer keeps per token."""
+    """What one layer keeps per token, and how that moves.
+
+    Args:
+        kind: What it sees of earlier tokens.
+        num_kv_heads: Heads of keys and values; 0 where it keeps nothing.
+        head_dim: Width of a key.
+        value_dim: Width of a value; None is that of a key.
+        index_dim: Width of an indexer's key, 0 where there is none.
+        moves: Tensors that carry positions, each with its entry in `ModelSpec.ropes`.
+        window: Tokens that a sliding layer sees, the own one included; size of a chunk.
+    """
 
     kind: LayerKind
     num_kv_heads: int
     head_dim: int
+    value_dim: int | None = None
+    index_dim: int = 0
+    moves: tuple[tuple[TensorName, int], ...] = (("keys", 0),)
+    window: int = 0
+
+    def shape(self, name: TensorName, num_tokens: int) -> tuple[int, int, int]:
+        """Return the shape of one of its tensors: heads, tokens, width."""
+        if name == "index":
+            return (1 if self.index_dim else 0, num_tokens, self.index_dim)
+        width = self.head_dim if name == "keys" or self.value_dim is None else self.value_dim
+        return (self.num_kv_heads, num_tokens, width)
+
+    def rope_of(self, name: TensorName) -> int | None:
+        """Return the entry in `ModelSpec.ropes` that moves a tensor; None if it has no position."""
+        return dict(self.moves).get(name)
 
 
 @dataclass(frozen=True)
@@ -59,10 +94,11 @@ class ModelSpec:
         vocab_size: Number of logits.
         max_positions: Longest context, in tokens.
         dtype: Element type of weights and cache, for example `float32`.
-        rope: The rotary embedding.
+        ropes: The rotary embeddings that its layers use; none where it has no positions.
         constants: Numbers and names of the configuration that change what is computed, as
             text: the epsilon of norms, multipliers, the activation.
         num_parameters: Weights outside the embeddings; for cost estimates, no identity.
+        limit_reason: Why `max_positions` is less than the configuration says; no identity.
     """
 
     model_type: str
@@ -72,18 +108,31 @@ class ModelSpec:
     vocab_size: int
     max_positions: int
     dtype: str
-    rope: RopeSpec
+    ropes: tuple[RopeSpec, ...]
     constants: tuple[tuple[str, str], ...] = ()
     num_parameters: int = 0
+    limit_reason: str = ""
 
     @property
     def num_layers(self) -> int:
         """Number of decoder layers."""
         return len(self.layers)
 
+    @property
+    def tensor_names(self) -> tuple[TensorName, ...]:
+        """Names of what its layers cache."""
+        indexed = any(layer.index_dim for layer in self.layers)
+        return ("keys", "values", "index") if indexed else ("keys", "values")
+
+    @property
+    def chunk_size(self) -> int:
+        """Size of the chunks that its layers attend in; 0 where none does."""
+        return max((x.window for x in self.layers if x.kind == "chunked"), default=0)
+
     def nbytes_per_token(self, itemsize: int) -> int:
         """Bytes of K/V that one token takes, at `itemsize` bytes per element."""
-        return sum(2 * layer.num_kv_heads * layer.head_dim * itemsize for layer in self.layers)
+        shapes = [layer.shape(name, 1) for layer in self.layers for name in self.tensor_names]
+        return itemsize * sum(heads * width for heads, _, width in shapes)
 
 
 @dataclass(frozen=True)
@@ -107,7 +156,7 @@ class ModelIdentity:
 
     def _facts(self) -> dict[str, object]:
         facts: dict[str, object] = asdict(self.spec)
-        del facts["num_parameters"]
+        del facts["num_parameters"], facts["limit_reason"]
         facts["weights"] = self.weights_digest
         facts["adapter"] = self.adapter
         facts["quantization"] = self.quantization

@@ -44,7 +44,7 @@ def identity(
         vocab_size=50,
         max_positions=4096,
         dtype=dtype,
-        rope=RopeSpec("default", head_dim, "half", "0" * 64),
+        ropes=(RopeSpec("default", head_dim, "half", "0" * 64),),
         constants=(("rms_norm_eps", "1e-06"),),
         num_parameters=1000,
     )
@@ -74,7 +74,7 @@ def segment_of(
 
     preamble = tuple(index * 7 % 50 for index in range(num_preamble))
     run = run_of(num_tokens, num_preamble)
-    return KVSegment(run, who, layers(), layers(), preamble_ids=preamble)
+    return KVSegment(run, who, {"keys": layers(), "values": layers()}, preamble_ids=preamble)
 
 
 def raw_bytes(tensor: Tensor) -> bytes:
@@ -224,7 +224,7 @@ def of_model(**changes: Any) -> str:
         for path, value in changes.items():
             at("identity.spec." + path.replace("__", "."), value)(data)
         spec = dict(data["identity"]["spec"])
-        del spec["num_parameters"]
+        del spec["num_parameters"], spec["limit_reason"]
         facts = {**spec, "weights": "1" * 64, "adapter": "lora", "quantization": "none"}
         data["fingerprint"] = hashlib.sha256(canonical(facts).encode()).hexdigest()
 

@@ -60,7 +60,12 @@ def named(
     ]
     count = len(who.spec.layers)
     run = run_named(name, num_tokens, preamble=preamble)
-    return KVSegment(run, who, tuple(layers[:count]), tuple(layers[count:]), preamble_ids=preamble)
+    return KVSegment(
+        run,
+        who,
+        {"keys": tuple(layers[:count]), "values": tuple(layers[count:])},
+        preamble_ids=preamble,
+    )
 
 
 def variant(

@@ -17,6 +17,7 @@ import psutil  # type: ignore[import-untyped]
 from kvnotes.cli.doctor_records import (
     Check,
     GateRecord,
+    GateRowRecord,
     LayerRecord,
     LayoutRecord,
     PredictedRecord,
@@ -87,8 +88,10 @@ class ModelCheckup:
     # -- the model -------------------------------------------------------------------------
 
     def _check_engine(self, resolved: ResolvedModel) -> Iterator[Check]:
+        from kvnotes.engine.adapters import adapter_digest
         from kvnotes.engine.hf import HFEngine
         from kvnotes.engine.models import DTYPES, load_model_and_tokenizer
+        from kvnotes.engine.quantize import stored_quantization
         from kvnotes.engine.weights import weights_digest
 
         dtype = self._dtype or DTYPES[0]
@@ -99,7 +102,13 @@ class ModelCheckup:
                 return
             self._say(f"loading {resolved.name}")
             model: Any = load_model_and_tokenizer(resolved, dtype=dtype).model
-            engine = HFEngine(model, weights_digest(resolved.path))
+            adapter = "" if resolved.adapter is None else adapter_digest(resolved.adapter)
+            engine = HFEngine(
+                model,
+                weights_digest(resolved.path),
+                adapter=adapter,
+                quantization=stored_quantization(model),
+            )
         except KVNotesError as error:
             yield Check.fault(SECTION, "supported", error)
             return
@@ -122,7 +131,8 @@ class ModelCheckup:
         yield Check.ok(
             SECTION,
             "positions",
-            f"rope {spec.rope.kind}, pairs {spec.rope.pairing}, context {spec.max_positions:,} "
+            f"rope {self.layout.rope}, pairs {self.layout.rope_pairing}, context "
+            f"{spec.max_positions:,} "
             "tokens",
         )
         per_token = self.layout.kv_bytes_per_token
@@ -141,14 +151,21 @@ class ModelCheckup:
 
     def _check_gate(self, engine: Engine) -> Check:
         """Splice and edit a probe, and compare with a masked forward."""
-        from kvnotes.fidelity import measure_engine
+        from kvnotes.gate import run_gate
 
         self._say("splicing and editing a probe")
-        found = measure_engine(engine)
+        found = run_gate(engine)
         self.gate = GateRecord(
-            splice_gap=_finite(found.splice_gap),
-            edit_gap=_finite(found.edit_gap),
-            tolerance=found.tolerance,
+            rows=[
+                GateRowRecord(
+                    case=row.case,
+                    tokens=row.num_tokens,
+                    gap=_finite(row.gap),
+                    tolerance=row.allowed,
+                )
+                for row in found.rows
+            ],
+            control=found.control,
         )
         try:
             found.require()
@@ -157,8 +174,9 @@ class ModelCheckup:
         return Check.ok(
             SECTION,
             "splices, edits",
-            f"a probe differs from a masked forward by {found.splice_gap:.1e} (spliced) and "
-            f"{found.edit_gap:.1e} (edited) of the logit scale; {found.tolerance:.0e} is allowed",
+            f"{len(found.rows)} probes of up to {max(row.num_tokens for row in found.rows)} tokens "
+            f"differ from a masked forward by {found.worst:.1e} of the logit scale; "
+            f"{found.rows[0].allowed:.0e} is allowed, {_control(found.control)}",
         )
 
     def _check_speed(self, engine: Engine) -> Iterator[Check]:
@@ -266,11 +284,9 @@ _SYSTEM = {
 
 def _check_fits(resolved: ResolvedModel, dtype: str) -> Check:
     """Compare the memory that is available with what the weights take."""
-    from kvnotes.engine.weights import read_tensor_entries
+    from kvnotes.engine.models import memory_of
 
-    entries = read_tensor_entries(resolved.path)
-    needed = sum(math.prod(entry.shape) for entry in entries) * _ITEM_SIZES.get(dtype, 4)
-    available = psutil.virtual_memory().available
+    needed, available = memory_of(resolved, dtype)
     fact = f"the weights take {size(needed)} in {dtype}, {size(available)} are available"
     if needed > available:
         hint = "close other programs, or use a smaller model or dtype: bfloat16"
@@ -290,8 +306,8 @@ def _layout(engine: Engine) -> LayoutRecord:
             for (kind, num_heads, head_dim), number in counts.items()
         ],
         attention_heads=spec.num_attention_heads,
-        rope=spec.rope.kind,
-        rope_pairing=spec.rope.pairing,
+        rope=", ".join(sorted({rope.kind for rope in spec.ropes})),
+        rope_pairing=", ".join(sorted({rope.pairing for rope in spec.ropes})),
         context=spec.max_positions,
         kv_bytes_per_token=spec.nbytes_per_token(_ITEM_SIZES[spec.dtype]),
     )
@@ -332,6 +348,10 @@ def _check_clock(shows_time: bool) -> Check:
         "the template shows the time: frozen in a session, another prefix in each new one",
         "give a scenario a chat_template without it",
     )
+
+
+def _control(gap: float | None) -> str:
+    return "no position is rotated" if gap is None else f"without rotation it is {gap:.1e}"
 
 
 def _finite(value: float) -> float | None:

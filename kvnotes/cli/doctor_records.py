@@ -92,12 +92,20 @@ class LayoutRecord(_Record):
     kv_bytes_per_token: int
 
 
-class GateRecord(_Record):
-    """Gaps to a masked forward, relative to the largest logit."""
+class GateRowRecord(_Record):
+    """One comparison with a forward that shares nothing with it."""
 
-    splice_gap: float | None = Field(description="null: not a number")
-    edit_gap: float | None
+    case: str
+    tokens: int
+    gap: float | None = Field(description="relative to the largest logit; null: not a number")
     tolerance: float
+
+
+class GateRecord(_Record):
+    """What moving and recomputing K/V changes."""
+
+    rows: list[GateRowRecord]
+    control: float | None = Field(description="gap of a splice that is not rotated; null: none is")
 
 
 class TemplateRecord(_Record):

@@ -224,7 +224,7 @@ class FileRecord(_Record):
             layers=spec.num_layers,
             kv_heads=spec.layers[0].num_kv_heads,
             head_dim=spec.layers[0].head_dim,
-            rope=spec.rope.kind,
+            rope=", ".join(sorted({rope.kind for rope in spec.ropes})),
             tokens=len(header.token_ids),
             preamble_tokens=len(header.preamble_ids),
             start=header.start,

@@ -13,12 +13,11 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import sdpa_mask
+from transformers import AttentionInterface
 
+from kvnotes.engine.masks import PACKED_NAME
+from kvnotes.engine.slots import CacheForm
 from kvnotes.errors import UnsupportedModelError
-
-ATTENTION_NAME = "kvnotes_packed"
 
 NUM_CHECK_TOKENS = 12
 
@@ -26,8 +25,9 @@ CHECK_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-
 """Largest difference between packed and own attention in the last layer's K/V, relative to
 their scale: rounding of one model's depth. Both normally call the same kernel."""
 
-RESULT_CHANGING = ("softcap", "s_aux", "sliding_window", "position_bias")
-"""Keyword arguments of transformers' attention functions that change the result."""
+RESULT_CHANGING = ("softcap", "s_aux", "position_bias")
+"""Keyword arguments of transformers' attention functions that change the result. A window does
+not: it is in the mask."""
 
 
 def packed_attention(
@@ -78,33 +78,36 @@ def packed_attention(
     return out.reshape(batch, heads, queries, value.shape[-1]).transpose(1, 2).contiguous(), None
 
 
-def use_packed_attention(model: Any, forward: Callable[[list[int], Tensor], Any]) -> bool:
+def use_packed_attention(
+    model: Any, form: CacheForm, forward: Callable[[list[int], Tensor], Any]
+) -> bool:
     """Give a model packed attention if it then computes the same; else leave its own.
 
     Args:
         model: A transformers model.
-        forward: `(token_ids, positions) -> per layer (keys, values)`; deeper layers see what
+        form: Which of its layers cache something. An indexer chooses tokens by the name of the
+            attention, and only where there are many: such a model keeps its own.
+        forward: `(token_ids, positions) -> what each layer caches`; deeper layers see what
             attention did in the ones before.
 
     Returns:
         Whether packed attention is in use.
     """
-    if not getattr(model, "_supports_sdpa", False):
+    if not getattr(model, "_supports_sdpa", False) or any(layer.indexed for layer in form):
         return False
     own_name = model.config._attn_implementation
     size = min(NUM_CHECK_TOKENS, model.config.get_text_config(decoder=True).vocab_size)
     ids, positions = list(range(size)), torch.arange(size)
-    AttentionInterface.register(ATTENTION_NAME, packed_attention)
-    AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
+    AttentionInterface.register(PACKED_NAME, packed_attention)
     try:
         own = forward(ids, positions)[-1]
-        model.set_attn_implementation(ATTENTION_NAME)
+        model.set_attn_implementation(PACKED_NAME)
         packed = forward(ids, positions)[-1]
-    except (RuntimeError, TypeError, ValueError, UnsupportedModelError):
+    except Exception:  # third-party code: whatever it is, the model keeps its own
         model.set_attn_implementation(own_name)
         return False
-    limit = CHECK_TOLERANCE[packed[0].dtype]
-    for ours, theirs in zip(packed, own, strict=True):
+    limit = CHECK_TOLERANCE[packed["keys"].dtype]
+    for ours, theirs in zip(packed.values(), own.values(), strict=True):
         scale = float(theirs.float().abs().max())
         if float((ours.float() - theirs.float()).abs().max()) > limit * scale:
             model.set_attn_implementation(own_name)

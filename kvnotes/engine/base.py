@@ -17,8 +17,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvnotes.errors import EngineError, OutOfCacheError
-from kvnotes.plan import CostModel, Match, Plan
+from kvnotes.errors import EngineError, OutOfCacheError, PlanError
+from kvnotes.plan import CostModel, Match, Plan, Reuse
 from kvnotes.rope import Rotary
 from kvnotes.segment import KVCache, KVSegment
 from kvnotes.spec import ModelIdentity, ModelSpec
@@ -113,7 +113,7 @@ class Engine(ABC):
     """Compiles, executes, generates and scores on one loaded model."""
 
     identity: ModelIdentity
-    rotary: Rotary
+    rotaries: tuple[Rotary, ...]
     cost: CostModel
 
     @property
@@ -197,7 +197,14 @@ class Engine(ABC):
         visible: Bool[Tensor, "tokens tokens"],
         rows: Sequence[int],
     ) -> Float[Tensor, "rows vocab"]:
-        """One forward without any cache, each token seeing what `visible` says: the oracle."""
+        """One forward without any cache, each token seeing what `visible` says: the oracle.
+
+        Windows and chunks of the model hide more of it, by position.
+        """
+
+    @abstractmethod
+    def own_forward(self, token_ids: Sequence[int]) -> Float[Tensor, " vocab"]:
+        """Return the logits after a prompt as the model alone computes them, by its defaults."""
 
     def prefill(self, token_ids: Sequence[int]) -> Execution:
         """Compute everything from nothing: the exact reference."""
@@ -212,6 +219,7 @@ class Engine(ABC):
             EngineError: The plan has no steps.
             SpecMismatchError: A source belongs to another model.
             OutOfCacheError: The target is longer than the model's context.
+            PlanError: It moves K/V of a model that attends in chunks to another place in them.
         """
         self.check_length(len(plan.token_ids), "the prompt")
         if not plan.steps:
@@ -222,7 +230,26 @@ class Engine(ABC):
                 self.identity.check_same(
                     segment.identity, f"a segment of {segment.num_tokens} tokens"
                 )
+        for view in plan.layout:
+            if not self.movable(view):
+                raise PlanError(
+                    f"the plan moves {view.num_tokens} tokens by {view.shift} positions; this "
+                    f"model attends in chunks of {self.spec.chunk_size}, and only multiples of "
+                    "that are exact",
+                    hint="compute them instead: a session plans so by itself",
+                )
         return sources
+
+    def movable(self, view: Reuse) -> bool:
+        """Whether K/V may stand where a view puts them: always but for attention in chunks.
+
+        There a move must keep who shares a chunk with whom: by a multiple of the chunk, or
+        inside of the first one.
+        """
+        chunk = self.spec.chunk_size
+        if not chunk or not view.moved or view.shift % chunk == 0:
+            return True
+        return max(view.run.start + view.source_stop, view.target_stop) <= chunk
 
     def check_length(self, num_tokens: int, what: str) -> None:
         """Refuse what does not fit, before any work.
@@ -233,9 +260,13 @@ class Engine(ABC):
         if num_tokens > self.spec.max_positions:
             raise OutOfCacheError(
                 f"{what} needs {num_tokens} tokens, the model's context has "
-                f"{self.spec.max_positions}",
+                f"{self.spec.max_positions}{_because(self.spec.limit_reason)}",
                 hint="delete messages, shorten a segment, or generate less",
             )
+
+
+def _because(reason: str) -> str:
+    return f" here, because {reason}" if reason else ""
 
 
 def set_num_threads(num_threads: int | None = None) -> int:

@@ -10,7 +10,7 @@ is most of the time of an edit.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,7 +54,9 @@ class Passes:
     tokens_per_pass: int
 
 
-def measure_cost(spec: ModelSpec, rotary: Rotary, dtype: torch.dtype, passes: Passes) -> CostModel:
+def measure_cost(
+    spec: ModelSpec, rotaries: Sequence[Rotary], dtype: torch.dtype, passes: Passes
+) -> CostModel:
     """Return the cost model of a model on this machine, at the speed it has now."""
     few = _best_ms(lambda: passes.run_layer(NUM_FEW))
     many = _best_ms(lambda: passes.run_layer(NUM_MANY))
@@ -67,7 +69,7 @@ def measure_cost(spec: ModelSpec, rotary: Rotary, dtype: torch.dtype, passes: Pa
     return CostModel(
         ms_per_token=per_token,
         ms_per_pair=per_pair,
-        ms_per_moved_token=_moving_ms(spec, rotary, dtype),
+        ms_per_moved_token=_moving_ms(spec, rotaries, dtype),
         ms_per_pass=max(fixed, passes.whole_ms / 2),
         tokens_per_pass=passes.tokens_per_pass,
     )
@@ -84,16 +86,25 @@ def _attention_ms(spec: ModelSpec, dtype: torch.dtype) -> float:
     return spec.num_layers * best / (NUM_QUERIES * NUM_KEYS)
 
 
-def _moving_ms(spec: ModelSpec, rotary: Rotary, dtype: torch.dtype) -> float:
-    """Time of moving the K/V of one token, all layers."""
+def _moving_ms(spec: ModelSpec, rotaries: Sequence[Rotary], dtype: torch.dtype) -> float:
+    """Time of moving what is cached of one token, all layers."""
     layer, size = spec.layers[0], min(NUM_MOVED, spec.max_positions // 2)
-    source = torch.full((layer.num_kv_heads, size, layer.head_dim), 0.01, dtype=dtype)
-    keys, values = torch.empty_like(source), torch.empty_like(source)
-    turn = rotary.turn(torch.arange(size), torch.arange(size) + 1)
+    sources = {
+        name: torch.full(layer.shape(name, size), 0.01, dtype=dtype) for name in spec.tensor_names
+    }
+    targets = {name: torch.empty_like(source) for name, source in sources.items()}
+    turns = {
+        rope: rotaries[rope].turn(torch.arange(size), torch.arange(size) + 1)
+        for _, rope in layer.moves
+    }
 
     def move() -> None:
-        turn_keys([source], turn, spec.rope, [keys])
-        values.copy_(source)
+        for name, source in sources.items():
+            rope = layer.rope_of(name)
+            if rope is None:
+                targets[name].copy_(source)
+            else:
+                turn_keys([source], turns[rope], rotaries[rope].spec, [targets[name]])
 
     return spec.num_layers * _best_ms(move) / size
 

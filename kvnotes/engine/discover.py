@@ -1,34 +1,46 @@
 """What a transformers model caches and how its positions work, or why it is refused.
 
-No table of model names: the layout is found by asking the cache class, the rotary module,
-and by prefilling the same tokens at two places and explaining one by the other. What
-cannot be explained is refused here, at load, with the reason.
+No table of model names: the layout is found by asking the cache class and the rotary
+modules, and by prefilling the same tokens at two places and explaining one by the other.
+What cannot be explained is refused here, at load, with the reason.
 """
 
 from __future__ import annotations
 
-import hashlib
 import inspect
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from kvnotes.engine.slots import CacheForm, CachingLayer
+from kvnotes.engine.tables import Candidate, candidates
 from kvnotes.errors import UnsupportedModelError
 from kvnotes.rope import Rotary, move_keys
-from kvnotes.spec import LayerSpec, ModelSpec, Pairing, RopeSpec
-
-EXACT_ROPE_KINDS = ("default", "linear", "llama3", "yarn", "proportional")
-"""Scalings whose tables do not depend on the length of the sequence."""
+from kvnotes.spec import LayerKind, LayerSpec, ModelSpec, Pairing, RopeSpec, TensorName
 
 PROBE_TOLERANCE = 2e-3
-"""Largest relative error of a moved key in the load-time probe, per dtype below. It must
+"""Largest relative error of a moved tensor in the load-time probe, per dtype below. It must
 only tell layouts apart: a wrong pairing or a position-dependent model is off by 0.1 to 2."""
 
 PROBE_TOLERANCE_HALF = 6e-2
 """The same for bf16 and fp16, whose own rounding of deeper layers reaches 2e-2."""
+
+ANGLE_ROUNDING = 2.0**-22
+"""Added to the tolerance for each position moved: models round angles to float32, so K/V far
+from the start are off by about this much of themselves."""
+
+SHARP = 0.2
+"""Largest share of the tolerance just below a limit that the probe finds: queries and tables
+that change there leave nothing below it, and what drifts is exact nowhere."""
+
+NUM_PROBE_TOKENS = 6
+PROBE_DISTANCE = 19
+
+DEFAULT_MAX_POSITIONS = 1 << 17
+"""Longest context of a model that states none."""
 
 CONSTANTS = (
     "attention_multiplier",
@@ -45,34 +57,24 @@ CONSTANTS = (
 )
 """Part of a model's identity beside shapes and weights."""
 
-NUM_PROBE_TOKENS = 6
-PROBE_DISTANCE = 19
-
-_ERRATUM_HINT = (
-    "use a decoder with full attention and rotary positions (Llama, Qwen, Mistral, SmolLM); an "
-    "erratum can still be sent to this model as text"
+ERRATUM_HINT = (
+    "use a decoder whose positions are rotary (Llama, Qwen, Mistral, Gemma, SmolLM); an erratum "
+    "can still be sent to this model as text"
 )
 
+Held = dict[TensorName, Tensor]
+"""What one layer caches of some tokens, `[kv_heads, tokens, width]`."""
 
-def refusal(model: Any) -> str:
-    """Return why edits and splices are impossible on a model, or an empty string."""
-    config = model.config
-    if getattr(config, "is_encoder_decoder", False):
-        return "it is an encoder-decoder"
-    if getattr(model, "_is_stateful", False) or not model._supports_default_dynamic_cache():
-        return "it keeps its own state instead of per-token K/V"
-    try:
-        layers = DynamicCache(config=config).layers
-    except KeyError as error:
-        return f"it brings its own cache layer {error}"
-    for index, layer in enumerate(layers):
-        if isinstance(layer, DynamicSlidingWindowLayer):
-            return f"layer {index} has sliding-window attention"
-        if type(layer) is not DynamicLayer:
-            return f"layer {index} keeps {type(layer).__name__}, no plain per-token K/V"
-    if "position_ids" not in inspect.signature(model.forward).parameters:
-        return "its positions cannot be set from outside"
-    return ""
+Forward = Callable[[list[int], Tensor], list[Held]]
+"""Token ids and positions to what each caching layer keeps, computed from nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Discovery:
+    """What was found: the spec, and a rotary embedding for each of its ropes."""
+
+    spec: ModelSpec
+    rotaries: tuple[Rotary, ...]
 
 
 def check_supported(model: Any) -> None:
@@ -81,71 +83,59 @@ def check_supported(model: Any) -> None:
     Raises:
         UnsupportedModelError: Names the cause.
     """
-    reason = refusal(model)
-    if reason:
-        raise _unsupported(model, reason)
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise unsupported(model, "it is an encoder-decoder")
+    try:
+        CacheForm(model)
+    except UnsupportedModelError as error:
+        raise unsupported(model, error.message) from error
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        raise unsupported(model, "its positions cannot be set from outside")
 
 
-def discover(model: Any, forward: Any) -> tuple[ModelSpec, Rotary]:
-    """Find a model's spec and rotary embedding, proved on a few tokens.
+def discover(model: Any, form: CacheForm, forward: Forward) -> Discovery:
+    """Find a model's spec and rotary embeddings, proved on a few tokens.
 
     Args:
         model: A transformers causal language model in eval mode.
-        forward: `(token_ids, positions) -> per layer (keys, values)`, from nothing.
+        form: Which of its layers cache something.
+        forward: Runs it.
 
     Raises:
         UnsupportedModelError: Names the cause.
     """
-    config = model.config.get_text_config(decoder=True)
-    module = _rotary_module(model)
-    kind = str((getattr(config, "rope_parameters", None) or {}).get("rope_type", "default"))
-    if kind not in EXACT_ROPE_KINDS:
-        raise _unsupported(
-            model, f"its rotary tables depend on the sequence length (rope type {kind!r})"
-        )
-    inv_freq = cast(Tensor, module.inv_freq).detach().float()
-    rotary_dim = 2 * inv_freq.numel()
-
-    def table(positions: Tensor) -> tuple[Tensor, Tensor]:
-        with torch.inference_mode():
-            cos, sin = module(torch.zeros(1, dtype=torch.float32), positions[None])
-        return _pairs(cos[0], rotary_dim).clone(), _pairs(sin[0], rotary_dim).clone()
-
-    factor = float(getattr(module, "attention_scaling", 1.0))
-    digest = hashlib.sha256(inv_freq.numpy().tobytes()).hexdigest()
-    try:
-        layers = forward(probe_ids(config), torch.arange(NUM_PROBE_TOKENS))
-        far = forward(probe_ids(config), torch.arange(NUM_PROBE_TOKENS) + PROBE_DISTANCE)
-    except (RuntimeError, TypeError, ValueError) as error:
-        raise _unsupported(
-            model, f"its forward does not take our cache or mask: {error}"
-        ) from error
-    pairings: tuple[Pairing, ...] = ("half", "interleaved")
-    errors: dict[str, float] = {}
-    for pairing in pairings:
-        rotary = Rotary(RopeSpec(kind, rotary_dim, pairing, digest, factor), table)
-        errors[pairing] = _probe_error(layers, far, rotary)
-    best = min(pairings, key=lambda p: errors[p])
-    limit = PROBE_TOLERANCE if model.dtype == torch.float32 else PROBE_TOLERANCE_HALF
-    if not errors[best] <= limit:
-        raise _unsupported(
-            model,
-            f"its keys do not move by rotation (relative error {errors[best]:.1e}, allowed "
-            f"{limit:.0e}): layers without positions, or positions that enter elsewhere",
-        )
+    probe = _Probe(model, form, forward)
+    near = probe.near
+    search = _Search(probe.tables, probe.distance)
+    layers = []
+    for index, (own, held, far) in enumerate(
+        zip(form, near, probe.at(probe.distance), strict=True)
+    ):
+        moves = []
+        for name, tensor in held.items():
+            rope = search.explain(tensor, far[name], probe.allowed(probe.distance))
+            if rope is None:
+                raise unsupported(model, probe.why_unexplained(index, name, search.best))
+            if rope != STILL:
+                moves.append((name, rope))
+        layers.append(_layer_spec(own, held, tuple(moves)))
+    rotaries = tuple(search.found)
+    config = probe.config
+    limit, reason = probe.limit(layers, rotaries)
     spec = ModelSpec(
         model_type=config.model_type,
-        layers=tuple(LayerSpec("full", k.shape[0], k.shape[2]) for k, _ in layers),
-        num_attention_heads=config.num_attention_heads,
-        hidden_size=config.hidden_size,
-        vocab_size=config.vocab_size,
-        max_positions=config.max_position_embeddings,
+        layers=tuple(layers),
+        num_attention_heads=_integer(config, "num_attention_heads", layers[0].num_kv_heads),
+        hidden_size=_integer(config, "hidden_size", 0),
+        vocab_size=_integer(config, "vocab_size", 0),
+        max_positions=limit,
         dtype=str(model.dtype).removeprefix("torch."),
-        rope=RopeSpec(kind, rotary_dim, best, digest, factor),
+        ropes=tuple(rotary.spec for rotary in rotaries),
         constants=_constants(config),
         num_parameters=_num_layer_parameters(model),
+        limit_reason=reason,
     )
-    return spec, Rotary(spec.rope, table)
+    return Discovery(spec, rotaries)
 
 
 def probe_ids(config: Any) -> list[int]:
@@ -154,56 +144,245 @@ def probe_ids(config: Any) -> list[int]:
     return [(i + 1) * step % config.vocab_size for i in range(NUM_PROBE_TOKENS)]
 
 
-def _probe_error(layers: Any, far: Any, rotary: Rotary) -> float:
-    """Largest error, over layers, of keys moved by `PROBE_DISTANCE` and of values left alone."""
-    worst = 0.0
-    source = torch.arange(NUM_PROBE_TOKENS)
-    for (keys, values), (far_keys, far_values) in zip(layers, far, strict=True):
-        if rotary.spec.rotary_dim > keys.shape[2]:
+def unsupported(model: Any, reason: str) -> UnsupportedModelError:
+    """Return the refusal of a model."""
+    return UnsupportedModelError(
+        f"model type {model.config.model_type!r} is not supported: {reason}", hint=ERRATUM_HINT
+    )
+
+
+# -- what moves a tensor ---------------------------------------------------------------------
+
+
+STILL = -1
+"""What moves a tensor that carries no position."""
+
+
+class _Search:
+    """Finds the rotation that takes a tensor from one place to another."""
+
+    def __init__(self, tables: Sequence[Candidate], distance: int) -> None:
+        self._tables = tables
+        self._source = torch.arange(NUM_PROBE_TOKENS)
+        self._distance = distance
+        self.found: list[Rotary] = []
+        self.best = float("inf")
+
+    def explain(self, near: Tensor, far: Tensor, allowed: float) -> int | None:
+        """Return which rotation explains `far`, or `STILL`; None if nothing does.
+
+        `best` is the least error that was found then.
+        """
+        self.best = gap(near, far)
+        if self.best <= allowed:
+            return STILL
+        for index, rotary in enumerate(self.found):
+            if self._error(near, far, rotary) <= allowed:
+                return index
+        for candidate in self._tables:
+            for rotary in _rotaries(candidate, near.shape[2]):
+                if self._error(near, far, rotary) <= allowed:
+                    self.found.append(rotary)
+                    return len(self.found) - 1
+        return None
+
+    def _error(self, near: Tensor, far: Tensor, rotary: Rotary) -> float:
+        if rotary.spec.start + rotary.spec.rotary_dim > near.shape[2]:
             return float("inf")
-        moved = move_keys(keys, source, source + PROBE_DISTANCE, rotary)
-        for ours, theirs in ((moved, far_keys), (values, far_values)):
-            scale = theirs.float().abs().max().clamp_min(1e-30)
-            worst = max(worst, float((ours.float() - theirs.float()).abs().max() / scale))
-    return worst
+        moved = move_keys(near, self._source, self._source + self._distance, rotary)
+        error = gap(moved, far)
+        self.best = min(self.best, error)
+        return error
 
 
-def _rotary_module(model: Any) -> Any:
-    found = [
-        module
-        for name, module in model.get_decoder().named_modules()
-        if name.split(".")[-1].startswith("rotary_emb") and hasattr(module, "inv_freq")
+def _rotaries(candidate: Candidate, width: int) -> list[Rotary]:
+    """Return every way to rotate a tensor of a width with a table."""
+    size = candidate.rotary_dim
+    pairings: tuple[Pairing, ...] = ("half", "interleaved")
+    return [
+        Rotary(
+            RopeSpec(
+                candidate.kind, size, pairing, candidate.digest, candidate.factor, start, backwards
+            ),
+            candidate.table,
+        )
+        for backwards in (False, True)
+        for start in sorted({0, max(0, width - size)})
+        for pairing in pairings
     ]
-    if not found:
-        raise _unsupported(model, _why_no_table(model))
-    first = found[0]
-    if any(not torch.equal(first.inv_freq, other.inv_freq) for other in found[1:]):
-        raise _unsupported(model, "its layers have different rotary tables")
-    return first
+
+
+def gap(ours: Tensor, theirs: Tensor) -> float:
+    """Return the largest difference, relative to the largest value."""
+    scale = theirs.float().abs().max().clamp_min(1e-30)
+    return float((ours.float() - theirs.float()).abs().max() / scale)
+
+
+# -- the probe -------------------------------------------------------------------------------
+
+
+class _Probe:
+    """The same few tokens at several places."""
+
+    def __init__(self, model: Any, form: CacheForm, forward: Forward) -> None:
+        self.model = model
+        self.config = model.config.get_text_config(decoder=True)
+        self.chunk = max((x.window for x in form if x.chunked), default=0)
+        self.distance = self._aligned(PROBE_DISTANCE)
+        self._forward = forward
+        self._ids = probe_ids(self.config)
+        self.near: list[Held] = []
+        try:
+            self.tables = candidates(model, self._run, NUM_PROBE_TOKENS)
+        except Exception as error:  # third-party code: whatever it is, the model is refused
+            reason = f"its forward does not take our cache or mask: {_short(error)}"
+            raise unsupported(model, reason) from error
+
+    def _run(self) -> None:
+        self.near = self._forward(self._ids, torch.arange(NUM_PROBE_TOKENS))
+
+    def at(self, distance: int) -> list[Held]:
+        """Return what is cached of the tokens at a distance from the start."""
+        try:
+            return self._forward(self._ids, torch.arange(NUM_PROBE_TOKENS) + distance)
+        except Exception as error:
+            reason = f"it cannot compute tokens at position {distance}: {_short(error)}"
+            raise unsupported(self.model, reason) from error
+
+    def allowed(self, distance: int) -> float:
+        """Return the largest relative error at a distance."""
+        exact = self.model.dtype == torch.float32
+        return (PROBE_TOLERANCE if exact else PROBE_TOLERANCE_HALF) + distance * ANGLE_ROUNDING
+
+    def limit(self, layers: Sequence[LayerSpec], rotaries: Sequence[Rotary]) -> tuple[int, str]:
+        """Return the longest context in which K/V only move, and why it is not the model's own.
+
+        Some models scale queries, or change their tables, from a position on.
+        """
+        stated, reason = _stated_limit(self.config)
+        far = self._aligned(stated - NUM_PROBE_TOKENS)
+        if far <= self.distance or self._moves(far, layers, rotaries):
+            return stated, reason
+        low, high = self.distance, far
+        while high - low > 1:
+            middle = self._aligned((low + high) // 2)
+            if not low < middle < high:
+                break
+            low, high = (middle, high) if self._moves(middle, layers, rotaries) else (low, middle)
+        if self._worst(low, layers, rotaries) > SHARP * self.allowed(low):
+            raise unsupported(
+                self.model,
+                "what it caches changes with the position, gradually, in more than rotation",
+            )
+        return low + NUM_PROBE_TOKENS, (
+            f"what it caches depends on more than rotation from position {low + NUM_PROBE_TOKENS} "
+            "on: queries scaled by position, or tables that change with the length"
+        )
+
+    def _moves(
+        self, distance: int, layers: Sequence[LayerSpec], rotaries: Sequence[Rotary]
+    ) -> bool:
+        """Whether what is cached at a distance is what stands near, moved."""
+        return self._worst(distance, layers, rotaries) <= self.allowed(distance)
+
+    def _worst(
+        self, distance: int, layers: Sequence[LayerSpec], rotaries: Sequence[Rotary]
+    ) -> float:
+        """Return the largest relative error of anything moved by a distance."""
+        source, worst = torch.arange(NUM_PROBE_TOKENS), 0.0
+        for layer, near, far in zip(layers, self.near, self.at(distance), strict=True):
+            for name, tensor in near.items():
+                rope = layer.rope_of(name)
+                if rope is not None:
+                    tensor = move_keys(tensor, source, source + distance, rotaries[rope])
+                error = gap(tensor, far[name])
+                worst = error if not error <= worst else worst  # also what is no number
+        return worst
+
+    def _aligned(self, distance: int) -> int:
+        """Return a distance near one, at which the tokens still stand in one chunk."""
+        if not self.chunk or distance % self.chunk + NUM_PROBE_TOKENS <= self.chunk:
+            return distance
+        below = distance - distance % self.chunk
+        return below if below else self.chunk
+
+    def why_unexplained(self, layer: int, name: TensorName, error: float) -> str:
+        """Say why a tensor does not move, as far as that can be found out."""
+        head = f"layer {layer}'s {name} do not move by rotation (relative error {error:.1e}): "
+        scaled = [
+            n for n, _ in self.model.named_modules() if n.endswith(("k_norm", "key_layernorm"))
+        ]
+        if not self.tables:
+            return _why_no_table(self.model)
+        if layer > 0 or scaled:
+            return head + (
+                "norm weights after the rotation, or positions that enter in another way"
+                if scaled
+                else "positions enter in another way too"
+            )
+        return head + "it is not rotated with any table that the model has"
+
+
+def _stated_limit(config: Any) -> tuple[int, str]:
+    """Return the longest context up to which tables and queries are the same everywhere."""
+    longest = _integer(config, "max_position_embeddings", 0) or DEFAULT_MAX_POSITIONS
+    scaling = getattr(config, "rope_parameters", None) or {}
+    limits = [(longest, "")]
+    for own in (scaling, *scaling.values()):
+        if not isinstance(own, dict):
+            continue
+        kind, original = own.get("rope_type"), own.get("original_max_position_embeddings")
+        original = original or getattr(config, "original_max_position_embeddings", None)
+        if kind in ("dynamic", "longrope"):
+            reason = f"its rotary tables change with the length (rope type {kind!r})"
+            limits.append((int(original or longest), reason))
+        if own.get("llama_4_scaling_beta") and original:
+            limits.append((int(original), "it scales queries by their position"))
+    if getattr(config, "attn_temperature_tuning", None) and getattr(config, "floor_scale", None):
+        limits.append((int(config.floor_scale) - 1, "it scales queries by their position"))
+    limit, reason = min(limits)
+    return limit, reason if limit < longest else ""
+
+
+def _layer_spec(
+    own: CachingLayer, held: Held, moves: tuple[tuple[TensorName, int], ...]
+) -> LayerSpec:
+    keys, values = held["keys"], held["values"]
+    kind: LayerKind = "full"
+    if own.window:
+        kind = "chunked" if own.chunked else "sliding"
+    elif {name for name, _ in moves} >= {"values"}:
+        kind = "latent"
+    return LayerSpec(
+        kind,
+        keys.shape[0],
+        keys.shape[2],
+        None if values.shape[2] == keys.shape[2] else values.shape[2],
+        held["index"].shape[2] if "index" in held else 0,
+        moves,
+        own.window,
+    )
 
 
 def _why_no_table(model: Any) -> str:
-    names = [name for name, _ in model.named_buffers()]
-    if any(name.endswith("inv_freq") for name in names) or "rotary_emb" in "".join(names):
-        return "its rotary tables differ between layers"
-    if any(name.endswith("embed_positions") for name in names):
-        return "its rotary table is not made from inverse frequencies"
-    return "it has no rotary embedding: positions are learned, or there are none"
+    learned = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Embedding) and "pos" in name.split(".")[-1].lower()
+    ]
+    if learned or any(name.split(".")[-1] == "wpe" for name, _ in model.named_modules()):
+        return "its positions are learned, or added to the input: K/V cannot be moved"
+    return "it has no rotary embedding, and what it caches depends on the position"
 
 
-def _pairs(table: Tensor, rotary_dim: int) -> Tensor:
-    """Return one column per rotated pair from a model's cosines or sines `[tokens, dim]`."""
-    if table.is_complex() or table.shape[-1] not in (rotary_dim, rotary_dim // 2):
-        raise UnsupportedModelError(
-            f"the rotary module returns {tuple(table.shape)} {table.dtype}, expected "
-            f"{rotary_dim} columns",
-            hint=_ERRATUM_HINT,
-        )
-    if table.shape[-1] == rotary_dim // 2:
-        return table.float()
-    if torch.equal(table[..., 0::2], table[..., 1::2]):
-        return table[..., 0::2].float()
-    return table[..., : rotary_dim // 2].float()
+def _short(error: Exception) -> str:
+    text = str(error).split("\n")[0][:200]
+    return f"{type(error).__name__}: {text}"
+
+
+def _integer(config: Any, name: str, default: int) -> int:
+    value = getattr(config, name, None)
+    return value if isinstance(value, int) else default
 
 
 def _constants(config: Any) -> tuple[tuple[str, str], ...]:
@@ -217,9 +396,3 @@ def _num_layer_parameters(model: Any) -> int:
     head = model.get_output_embeddings()
     embedding |= {id(p) for p in head.parameters()} if head is not None else set()
     return sum(p.numel() for p in model.parameters() if id(p) not in embedding)
-
-
-def _unsupported(model: Any, reason: str) -> UnsupportedModelError:
-    return UnsupportedModelError(
-        f"model type {model.config.model_type!r} is not supported: {reason}", hint=_ERRATUM_HINT
-    )

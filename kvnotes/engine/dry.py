@@ -44,7 +44,7 @@ class DryEngine(Engine):
                 hint="take a token of the model's vocabulary",
             )
         self.identity = engine.identity
-        self.rotary = engine.rotary
+        self.rotaries = engine.rotaries
         self.cost = engine.cost
         self._note_score_share = engine.note_score_share
         self._reply_id = reply_id
@@ -61,8 +61,8 @@ class DryEngine(Engine):
 
     def stand_in(self, run: Run, preamble_ids: tuple[int, ...]) -> KVSegment:
         """Return a segment without memory for one that another engine has compiled."""
-        part = self._buffer(len(run)).segment(run, 0, self.identity)
-        return KVSegment(run, self.identity, part.keys, part.values, preamble_ids=preamble_ids)
+        tensors = self._buffer(len(run)).tensors
+        return KVSegment(run, self.identity, tensors, preamble_ids=preamble_ids)
 
     def execute(
         self,
@@ -126,6 +126,10 @@ class DryEngine(Engine):
         """Refuse: a reference without K/V is none."""
         raise EngineError("a dry run has no reference", hint="run it on the engine itself")
 
+    def own_forward(self, token_ids: Sequence[int]) -> Float[Tensor, " vocab"]:
+        """Refuse, as above."""
+        raise EngineError("a dry run has no reference", hint="run it on the engine itself")
+
     def writable_buffer(self, cache: KVCache, num_tokens: int) -> Buffer:
         """Return a buffer for so many tokens; there is nothing to copy into it."""
         return self._buffer(num_tokens)
@@ -140,17 +144,4 @@ class DryEngine(Engine):
         return logits
 
     def _buffer(self, num_tokens: int) -> Buffer:
-        layers = [
-            [
-                torch.empty(
-                    layer.num_kv_heads,
-                    num_tokens,
-                    layer.head_dim,
-                    dtype=self._dtype,
-                    device="meta",
-                )
-                for layer in self.spec.layers
-            ]
-            for _ in range(2)
-        ]
-        return Buffer(*layers)
+        return Buffer.allocate(self.spec, num_tokens, self._dtype, "meta")

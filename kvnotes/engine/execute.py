@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from torch import Tensor
+
 from kvnotes.errors import UnknownSegmentError
 from kvnotes.plan import Compute, Layout, Plan, Reuse, Run
 from kvnotes.plan.lineage import extend, holds
@@ -72,26 +74,31 @@ def place(
     view: Reuse,
     sources: Sequence[KVSegment],
     buffer: Buffer,
-    rotary: Rotary,
+    rotaries: Sequence[Rotary],
     *,
     slot: int | None = None,
 ) -> None:
-    """Copy a view into a buffer, keys moved to their target positions, from the source copy."""
+    """Copy a view into a buffer, moved to its target positions, from the source copy."""
     segment = find_source(view.run, sources)
-    part = slice(view.source_start, view.source_stop)
     first = view.target_start if slot is None else slot
-    goal = slice(first, first + view.num_tokens)
-    for values, to_values in zip(segment.values, buffer.values, strict=True):
-        to_values[:, goal] = values[:, part]
-    keys = [layer[:, part] for layer in segment.keys]
-    targets = [layer[:, goal] for layer in buffer.keys]
-    if view.moved:
-        source = view.run.start + view.source_start
-        turn = rotary.shift(source, view.target_start, view.num_tokens)
-        turn_keys(keys, turn, rotary.spec, targets)
-    else:
-        for layer, to_layer in zip(keys, targets, strict=True):
-            to_layer.copy_(layer)
+    goal = buffer.part(first, first + view.num_tokens)
+    part = slice(view.source_start, view.source_stop)
+    moving: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
+    for name, layers in segment.tensors.items():
+        for spec, layer, target in zip(
+            segment.identity.spec.layers, layers, goal[name], strict=True
+        ):
+            rope = spec.rope_of(name) if view.moved else None
+            if rope is None:
+                target.copy_(layer[:, part])
+            else:
+                originals, targets = moving.setdefault(rope, ([], []))
+                originals.append(layer[:, part])
+                targets.append(target)
+    source = view.run.start + view.source_start
+    for rope, (originals, targets) in moving.items():
+        turn = rotaries[rope].shift(source, view.target_start, view.num_tokens)
+        turn_keys(originals, turn, rotaries[rope].spec, targets)
 
 
 def settle(

@@ -1,8 +1,8 @@
 """The embedded engine: a transformers model on this machine.
 
 The only module that calls transformers models and knows their names for caches, masks and
-positions. Positions go in as `position_ids`, masks as additive 4-D floats: the one form
-that is right for every kernel and every set of computed tokens.
+positions. Positions go in as `position_ids`; masks are the model's own, made for our
+positions (see `masks`).
 """
 
 from __future__ import annotations
@@ -15,18 +15,27 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache
 
 from kvnotes.engine.attention import use_packed_attention
 from kvnotes.engine.base import Engine, Execution, Executor, SamplingParams, Stopwatch
 from kvnotes.engine.cost import Passes, measure_cost
-from kvnotes.engine.discover import NUM_PROBE_TOKENS, check_supported, discover
+from kvnotes.engine.discover import NUM_PROBE_TOKENS, Held, check_supported, discover
 from kvnotes.engine.execute import place, settle, target_buffer
 from kvnotes.engine.generate import TokenStream
+from kvnotes.engine.masks import Visibility, seeing
+from kvnotes.engine.slots import (
+    CacheForm,
+    GrowingLayer,
+    PassingLayer,
+    StopForward,
+    by_layer,
+    slot_layers,
+)
 from kvnotes.errors import EngineError
 from kvnotes.plan import Compute, Match, Plan, Run
-from kvnotes.segment import Buffer, BufferPool, KVCache, KVSegment
-from kvnotes.spec import ModelIdentity, ModelSpec
+from kvnotes.segment import Buffer, BufferPool, KVCache, KVSegment, Tensors, empty_tensors
+from kvnotes.spec import ModelIdentity, ModelSpec, TensorName
 
 PREFILL_CHUNK = 512
 """Tokens per forward: activations stay in the cache of the CPU (SmolLM2, 1.5k tokens, one
@@ -35,53 +44,6 @@ thread: 4.6 s against 5.0 s at once)."""
 NOTE_DEPTH_SHARE = 0.1
 """`note_scores` runs this share of the layers: notes differ from the second layer on, and
 the budget of a cheap check leaves no more."""
-
-
-class _StopForward(Exception):
-    """Ends a forward pass after the layers that are wanted."""
-
-
-class _SlotLayer(DynamicLayer):
-    """One layer's slots in a buffer: writes where told, returns all slots up to `stop`."""
-
-    def __init__(self, keys: Tensor, values: Tensor, slots: slice | Tensor, stop: int) -> None:
-        super().__init__()
-        self.keys, self.values = keys[None], values[None]
-        self.slots, self.stop = slots, stop
-        self.is_initialized = True
-
-    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> Any:
-        if isinstance(self.slots, slice):
-            self.keys[:, :, self.slots] = key_states
-            self.values[:, :, self.slots] = value_states
-        else:
-            self.keys.index_copy_(2, self.slots, key_states)
-            self.values.index_copy_(2, self.slots, value_states)
-        return self.keys[:, :, : self.stop], self.values[:, :, : self.stop]
-
-    def get_seq_length(self) -> int:
-        return 0
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.stop, 0
-
-
-class _ProbeLayer(DynamicLayer):
-    """Runs over a prefix without keeping anything, and can end the forward."""
-
-    def __init__(self, keys: Tensor, values: Tensor, last: bool) -> None:
-        super().__init__()
-        self.keys, self.values, self.last = keys[None], values[None], last
-        self.is_initialized = True
-
-    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> Any:
-        if self.last:
-            self.values = value_states
-            raise _StopForward
-        return (
-            torch.cat([self.keys, key_states], 2),
-            torch.cat([self.values, value_states], 2),
-        )
 
 
 class HFEngine(Engine):
@@ -102,23 +64,27 @@ class HFEngine(Engine):
     ) -> None:
         self.model = model
         check_supported(model)
+        self._form = CacheForm(model)
         names = inspect.signature(model.forward).parameters
         self._cache_name = "cache" if "cache" in names else "past_key_values"
-        use_packed_attention(model, self._probe_forward)
+        self._keeps_logits = "logits_to_keep" in names
+        self._own_attention = model.config._attn_implementation
+        use_packed_attention(model, self._form, self._probe_forward)
         times: list[float] = []
 
-        def timed_forward(ids: list[int], positions: Tensor) -> list[tuple[Tensor, Tensor]]:
+        def timed_forward(ids: list[int], positions: Tensor) -> list[Held]:
             watch = Stopwatch()
             layers = self._probe_forward(ids, positions)
             times.append(watch.elapsed_ms)
             return layers
 
-        spec, self.rotary = discover(model, timed_forward)
+        found = discover(model, self._form, timed_forward)
+        spec, self.rotaries = found.spec, found.rotaries
         self.identity = ModelIdentity(spec, weights_digest, adapter, quantization)
         passes = Passes(
             NUM_PROBE_TOKENS, min(times), self._run_layer, _layer_share(spec), PREFILL_CHUNK
         )
-        self.cost = measure_cost(spec, self.rotary, model.dtype, passes)
+        self.cost = measure_cost(spec, self.rotaries, model.dtype, passes)
         self._pool = BufferPool(spec, model.dtype)
         self._depth = max(1, round(NOTE_DEPTH_SHARE * spec.num_layers))
 
@@ -131,12 +97,10 @@ class HFEngine(Engine):
         buffer = self._new_buffer(len(whole))
         self._compute(list(range(len(whole))), whole, buffer)
         run = Run(whole).cut(len(preamble), len(whole))
-        part = buffer.segment(run, len(preamble), self.identity)
-        if not preamble:
-            return KVSegment(run, self.identity, part.keys, part.values)
-        keys = tuple(layer.clone() for layer in part.keys)
-        values = tuple(layer.clone() for layer in part.values)
-        return KVSegment(run, self.identity, keys, values, preamble_ids=preamble)
+        part = buffer.part(len(preamble), len(whole))
+        if preamble:  # else it is the whole memory
+            part = {name: tuple(x.clone() for x in layers) for name, layers in part.items()}
+        return KVSegment(run, self.identity, part, preamble_ids=preamble)
 
     def execute(
         self,
@@ -155,7 +119,7 @@ class HFEngine(Engine):
             target = target_buffer(plan, base, sources, consume=consume)
             buffer = target.buffer or self._pool.take(len(plan.token_ids))
             for view in target.missing:
-                place(view, sources, buffer, self.rotary)
+                place(view, sources, buffer, self.rotaries)
             positions = [
                 position
                 for step in plan.steps
@@ -188,17 +152,14 @@ class HFEngine(Engine):
         owner = torch.tensor([index for index, _ in fed])
         depth = torch.tensor([i for _, i in fed])
         own = (owner[:, None] == owner[None]) & (depth[None] <= depth[:, None])
-        visible = torch.cat([torch.ones(len(fed), length, dtype=torch.bool), own], 1)
-        buffer = self.writable_buffer(start.cache, length + len(fed))
-        logits = self._forward(
-            [choices[index][i] for index, i in fed],
-            depth + length,
-            buffer,
-            slice(length, length + len(fed)),
-            length + len(fed),
-            self._additive(visible),
-            logits_to_keep=len(fed),
-        )
+        allowed = torch.cat([torch.ones(len(fed), length, dtype=torch.bool), own], 1)
+        places = depth + length
+        seen = Visibility(places, torch.cat([torch.arange(length), places]), allowed)
+        stop = length + len(fed)
+        buffer = self.writable_buffer(start.cache, stop)
+        layers = slot_layers(buffer.tensors, slice(length, stop), stop)
+        ids = [choices[index][i] for index, i in fed]
+        logits = self._call(ids, seen, self._form.cache(layers), len(fed))
         logprobs = torch.log_softmax(logits, -1)
         for row, (index, i) in enumerate(fed):
             totals[index] += float(logprobs[row, choices[index][i + 1]])
@@ -212,17 +173,17 @@ class HFEngine(Engine):
         if not new:
             return []
         layers = [
-            _ProbeLayer(
-                cache.buffer.keys[i][:, :start], cache.buffer.values[i][:, :start], i == self._depth
-            )
-            for i in range(self.spec.num_layers)
+            PassingLayer(part, last=i == self._depth)
+            for i, part in enumerate(by_layer(cache.buffer.part(0, start)))
         ]
         positions = torch.arange(start, start + len(new))
-        mask = self._causal(positions, start + len(new))
-        with suppress(_StopForward):
-            self._call(new, positions, Cache(layers=layers), mask, 1)
-        fresh = layers[self._depth].values[0]
-        held = cache.buffer.values[self._depth]
+        seen = Visibility(positions, torch.arange(start + len(new)))
+        with suppress(StopForward):
+            self._call(new, seen, self._form.cache(layers), 1)
+        # what carries no position: the same token has the same there, wherever it stands
+        name: TensorName = "keys" if self.spec.layers[self._depth].kind == "latent" else "values"
+        fresh = layers[self._depth].fresh[name]
+        held = cache.buffer.tensors[name][self._depth]
         scores: list[tuple[int, float]] = []
         for match in matches:
             skip = max(0, start - match.target_start)
@@ -245,15 +206,17 @@ class HFEngine(Engine):
         visible: Bool[Tensor, "tokens tokens"],
         rows: Sequence[int],
     ) -> Float[Tensor, "rows vocab"]:
-        with torch.inference_mode():
-            output = self.model(
-                input_ids=torch.tensor([list(token_ids)]),
-                position_ids=positions[None],
-                attention_mask=self._additive(visible),
-                use_cache=False,
-                logits_to_keep=torch.tensor(list(rows)),
-            )
-        logits: Tensor = output.logits[0].float()
+        return self._call(list(token_ids), Visibility(positions, positions, visible), None, rows)
+
+    def own_forward(self, token_ids: Sequence[int]) -> Float[Tensor, " vocab"]:
+        ours = self.model.config._attn_implementation
+        self.model.set_attn_implementation(self._own_attention)
+        try:
+            with torch.inference_mode():
+                output = self.model(input_ids=torch.tensor([list(token_ids)]))
+        finally:
+            self.model.set_attn_implementation(ours)
+        logits: Tensor = output.logits[0, -1].float()
         return logits
 
     def writable_buffer(self, cache: KVCache, num_tokens: int) -> Buffer:
@@ -262,9 +225,7 @@ class HFEngine(Engine):
         if buffer.capacity >= num_tokens and buffer.writable(cache.length):
             return buffer
         copy = self._pool.take(num_tokens)
-        for i in range(self.spec.num_layers):
-            copy.keys[i][:, : cache.length] = buffer.keys[i][:, : cache.length]
-            copy.values[i][:, : cache.length] = buffer.values[i][:, : cache.length]
+        _copy(buffer.part(0, cache.length), copy.part(0, cache.length))
         return copy
 
     def step(self, token_id: int, position: int, buffer: Buffer) -> Float[Tensor, " vocab"]:
@@ -280,94 +241,80 @@ class HFEngine(Engine):
             places = torch.tensor(chunk)
             dense = stop - start == len(chunk)
             slots: slice | Tensor = slice(start, stop) if dense else places
-            mask = None if dense and start == 0 else self._causal(places, stop)
-            logits = self._forward([ids[p] for p in chunk], places, buffer, slots, stop, mask)[-1]
+            seen = Visibility(places, torch.arange(stop), in_order=dense and start == 0)
+            cache = self._form.cache(slot_layers(buffer.tensors, slots, stop))
+            logits = self._call([ids[p] for p in chunk], seen, cache, 1)[-1]
         return logits
-
-    def _forward(
-        self,
-        ids: list[int],
-        positions: Tensor,
-        buffer: Buffer,
-        slots: slice | Tensor,
-        stop: int,
-        mask: Tensor | None,
-        *,
-        logits_to_keep: int = 1,
-    ) -> Tensor:
-        layers = [
-            _SlotLayer(k, v, slots, stop) for k, v in zip(buffer.keys, buffer.values, strict=True)
-        ]
-        return self._call(ids, positions, Cache(layers=layers), mask, logits_to_keep)
 
     def _call(
-        self, ids: list[int], positions: Tensor, cache: Cache, mask: Tensor | None, keep: int
+        self, ids: list[int], seen: Visibility, cache: Cache | None, keep: int | Sequence[int]
     ) -> Tensor:
-        with torch.inference_mode():
+        """Run the model over new tokens; return logits of the last ones, or of some rows.
+
+        Without a cache every token is new, and masks are made for all of them.
+        """
+        options: dict[str, Any] = {} if cache is None else {self._cache_name: cache}
+        if cache is None:
+            # without one transformers takes gaps between positions for packed sequences
+            options["attention_mask"] = torch.ones(1, len(ids), dtype=torch.long)
+        if self._keeps_logits:
+            options["logits_to_keep"] = keep if isinstance(keep, int) else torch.tensor(list(keep))
+        with torch.inference_mode(), seeing(seen):
             output = self.model(
                 input_ids=torch.tensor([ids]),
-                position_ids=positions[None],
-                attention_mask=mask,
-                use_cache=True,
-                logits_to_keep=keep,
-                **{self._cache_name: cache},
+                position_ids=seen.queries[None],
+                use_cache=cache is not None,
+                **options,
             )
-        logits: Tensor = output.logits[0].float()
-        return logits
+        logits: Tensor = output.logits[0]
+        if not self._keeps_logits:
+            logits = logits[-keep:] if isinstance(keep, int) else logits[list(keep)]
+        return logits.float()
 
-    def _probe_forward(self, ids: list[int], positions: Tensor) -> list[tuple[Tensor, Tensor]]:
-        layers = [DynamicLayer() for _ in range(self.model.config.num_hidden_layers)]
-        mask = self._causal(torch.arange(len(ids)), len(ids))
-        self._call(ids, positions, Cache(layers=layers), mask, 1)
-        return [(layer.keys[0], layer.values[0]) for layer in layers]
+    def _probe_forward(self, ids: list[int], positions: Tensor) -> list[Held]:
+        layers = [GrowingLayer() for _ in self._form]
+        seen = Visibility(positions, positions, in_order=True)
+        self._call(ids, seen, self._form.cache(layers), 1)
+        return [layer.tensors for layer in layers]
 
     def _run_layer(self, num_tokens: int) -> None:
         """Run the first layer, and the second up to its keys, over some tokens."""
-        layers = [
-            _ProbeLayer(
-                torch.empty(layer.num_kv_heads, 0, layer.head_dim, dtype=self.model.dtype),
-                torch.empty(layer.num_kv_heads, 0, layer.head_dim, dtype=self.model.dtype),
-                i == 1,
-            )
-            for i, layer in enumerate(self.spec.layers)
-        ]
+        nothing = empty_tensors(self.spec, 0, self.model.dtype)
+        layers = [PassingLayer(part, last=i == 1) for i, part in enumerate(by_layer(nothing))]
         ids = [i % self.spec.vocab_size for i in range(num_tokens)]
-        positions = torch.arange(num_tokens)
-        with suppress(_StopForward):
-            self._call(ids, positions, Cache(layers=layers), self._causal(positions, num_tokens), 1)
+        seen = Visibility(torch.arange(num_tokens), torch.arange(num_tokens))
+        with suppress(StopForward):
+            self._call(ids, seen, self._form.cache(layers), 1)
 
     def _run_loop(self, plan: Plan, sources: list[KVSegment]) -> tuple[Buffer, Tensor]:
         """The plain reference: steps left to right, one cache that grows by concatenation."""
-        layers = [DynamicLayer() for _ in range(self.spec.num_layers)]
-        cache = Cache(layers=layers)
+        layers = [GrowingLayer() for _ in self._form]
+        cache = self._form.cache(layers)
         logits = torch.empty(0)
         for step in plan.steps:
             if isinstance(step, Compute):
-                positions = torch.arange(step.target_start, step.target_stop)
-                mask = self._causal(positions, step.target_stop)
-                logits = self._call(list(step.token_ids), positions, cache, mask, 1)[-1]
+                places = torch.arange(step.target_start, step.target_stop)
+                seen = Visibility(places, torch.arange(step.target_stop))
+                logits = self._call(list(step.token_ids), seen, cache, 1)[-1]
                 continue
             piece = self._new_buffer(step.num_tokens)
-            place(step, sources, piece, self.rotary, slot=0)
-            for i, layer in enumerate(layers):
-                layer.update(piece.keys[i][None], piece.values[i][None])
+            place(step, sources, piece, self.rotaries, slot=0)
+            for layer, part in zip(layers, by_layer(piece.tensors), strict=True):
+                layer.fill(part)
         buffer = self._new_buffer(len(plan.token_ids))
-        for i, layer in enumerate(layers):
-            buffer.keys[i].copy_(layer.keys[0])
-            buffer.values[i].copy_(layer.values[0])
+        for layer, part in zip(layers, by_layer(buffer.tensors), strict=True):
+            for name, tensor in layer.tensors.items():
+                part[name].copy_(tensor)
         return buffer, logits
 
     def _new_buffer(self, num_tokens: int) -> Buffer:
         return Buffer.allocate(self.spec, num_tokens, self.model.dtype)
 
-    def _causal(self, positions: Tensor, num_keys: int) -> Tensor:
-        return self._additive(torch.arange(num_keys)[None] <= positions[:, None])
 
-    def _additive(self, visible: Tensor) -> Tensor:
-        """Additive mask [1, 1, queries, keys] in the model's dtype, from a boolean one."""
-        lowest = torch.finfo(self.model.dtype).min
-        mask = torch.zeros(visible.shape, dtype=self.model.dtype)
-        return mask.masked_fill_(~visible, lowest)[None, None]
+def _copy(source: Tensors, target: Tensors) -> None:
+    for name, layers in source.items():
+        for layer, to_layer in zip(layers, target[name], strict=True):
+            to_layer.copy_(layer)
 
 
 def _layer_share(spec: ModelSpec) -> float:

@@ -10,19 +10,21 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
+import math
 import os
 import re
 import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import psutil  # type: ignore[import-untyped]
 from filelock import FileLock
 
+from kvnotes.engine.adapters import base_of, is_adapter, merged
 from kvnotes.engine.convert import (
     CONVERTER_VERSION,
     GGUFFile,
@@ -81,11 +83,13 @@ class ResolvedModel:
         path: Folder with config.json, safetensors weights and tokenizer.
         name: What to call it in reports.
         source: Where it came from.
+        adapter: Folder of the adapter on top of it, if there is one.
     """
 
     path: Path
     name: str
     source: Source
+    adapter: Path | None = None
 
 
 class LoadedModel(NamedTuple):
@@ -99,7 +103,8 @@ def resolve_model(name: str, *, progress: Progress | None = None) -> ResolvedMod
     """Find a model, converting a GGUF file on first use.
 
     Args:
-        name: `smollm2-135m`, a folder, a .gguf file, or a hub id `org/name`.
+        name: `smollm2-135m`, a folder, a .gguf file, or a hub id `org/name`. The folder of an
+            adapter brings the model that it stands on.
         progress: Told how far a conversion is; by default a bar on stderr, if that is
             a terminal.
 
@@ -118,6 +123,9 @@ def resolve_model(name: str, *, progress: Progress | None = None) -> ResolvedMod
         folder = _converted(_embedded_gguf(), _EMBEDDED_FOLDER, progress)
         return ResolvedModel(folder, name, "embedded")
     path = Path(name).expanduser()
+    if name and path.is_dir() and is_adapter(path):
+        base = resolve_model(base_of(path), progress=progress)
+        return replace(base, name=path.resolve().name, adapter=path)
     if name and path.is_dir():
         return ResolvedModel(_checked_folder(path), path.resolve().name, "folder")
     if path.is_file():
@@ -145,13 +153,20 @@ def load_model_and_tokenizer(resolved: ResolvedModel, *, dtype: str | None = Non
         ModelNotFoundError: A file of the folder is missing.
         SegmentFormatError: A file of the folder is damaged.
         UnsupportedModelError: transformers does not know the model.
-        EngineError: The dtype is unknown.
+        EngineError: The dtype is unknown, the memory does not hold the weights, or the adapter
+            does not fit.
     """
     dtype = DTYPES[0] if dtype is None else dtype
     if dtype not in DTYPES:
         raise EngineError(f"no dtype {dtype!r}", hint=nearest(dtype, DTYPES))
     path = _checked_folder(resolved.path)
-    read_tensor_entries(path)
+    needed, available = memory_of(resolved, dtype)
+    if needed > available:
+        raise EngineError(
+            f"the weights take {needed >> 20} MiB in {dtype}, {available >> 20} MiB of memory are "
+            "available",
+            hint="close other programs, or use a smaller model or dtype: bfloat16",
+        )
     _check_tokenizer_files(path)
 
     import torch
@@ -182,8 +197,25 @@ def load_model_and_tokenizer(resolved: ResolvedModel, *, dtype: str | None = Non
             f"{path} lacks {len(missing)} tensors of its model, such as {missing[0]!r}",
             hint="fetch the model again",
         )
+    if resolved.adapter is not None:
+        with quiet_transformers():
+            model = merged(model, resolved.adapter)
     model.eval().requires_grad_(False)
     return LoadedModel(model, tokenizer)
+
+
+def memory_of(resolved: ResolvedModel, dtype: str) -> tuple[int, int]:
+    """Return the bytes that a model's weights take in a dtype, and those that are available.
+
+    Raises:
+        ModelNotFoundError: The folder has no weights.
+        SegmentFormatError: A file of them is damaged.
+        UnsupportedModelError: They are not safetensors.
+    """
+    entries = read_tensor_entries(resolved.path)
+    itemsize = 4 if dtype == "float32" else 2
+    needed = sum(math.prod(entry.shape) for entry in entries) * itemsize
+    return needed, psutil.virtual_memory().available
 
 
 def load_tokenizer(resolved: ResolvedModel) -> PreTrainedTokenizerBase:

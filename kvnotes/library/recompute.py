@@ -16,13 +16,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from kvnotes.engine.base import Engine
 from kvnotes.errors import PlanError
 from kvnotes.plan import Compute, Plan, Reuse, Step
 from kvnotes.prompt import PromptTokenizer
-from kvnotes.segment import KVSegment
+from kvnotes.segment import KVSegment, Tensors
 from kvnotes.store import SegmentHeader
 
 BLOCK = 16
@@ -90,14 +89,15 @@ def recompute(
     if share is None:
         own = engine.compile(ids, preamble)
         places = list(range(len(ids)))
-        return _compared(segment, own.keys, own.values, places, len(ids), allowed)
+        return _compared(segment, own.tensors, places, len(ids), allowed)
     places = _sample(len(ids), share, random.Random(seed))
     plan = _scattered(segment, places)
     buffer = engine.execute(plan, segments=[segment]).cache.buffer
     slots = torch.tensor([len(preamble) + place for place in places])
-    keys = tuple(layer[:, slots] for layer in buffer.keys)
-    values = tuple(layer[:, slots] for layer in buffer.values)
-    return _compared(segment, keys, values, places, len(ids), allowed)
+    computed: Tensors = {
+        name: tuple(layer[:, slots] for layer in layers) for name, layers in buffer.tensors.items()
+    }
+    return _compared(segment, computed, places, len(ids), allowed)
 
 
 def text_agrees(header: SegmentHeader, text: str | None, tokenizer: PromptTokenizer) -> bool | None:
@@ -141,8 +141,7 @@ def _scattered(segment: KVSegment, places: Sequence[int]) -> Plan:
 
 def _compared(
     segment: KVSegment,
-    keys: Sequence[Tensor],
-    values: Sequence[Tensor],
+    own: Tensors,
     places: Sequence[int],
     num_tokens: int,
     allowed: float,
@@ -150,13 +149,12 @@ def _compared(
     """Compare what was computed at some places with what the segment holds there."""
     index = torch.tensor(places)
     worst, layer, position = -1.0, 0, 0
-    for number in range(len(keys)):
-        for own, held in (
-            (keys[number], segment.keys[number]),
-            (values[number], segment.values[number]),
-        ):
+    for name, layers in segment.tensors.items():
+        for number, held in enumerate(layers):
+            if not held.numel():
+                continue
             scale = held.float().abs().max().clamp_min(torch.finfo(torch.float32).tiny)
-            gaps = (own.float() - held[:, index].float()).abs().amax((0, 2)) / scale
+            gaps = (own[name][number].float() - held[:, index].float()).abs().amax((0, 2)) / scale
             largest = float(gaps.max())
             if not largest <= worst:  # also what is no number
                 worst, layer, position = largest, number, places[int(gaps.argmax())]

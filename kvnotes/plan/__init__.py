@@ -21,6 +21,7 @@ from kvnotes.plan.edit import (
     check_strategy,
     plan_keep,
     plan_suffix,
+    plan_without,
 )
 from kvnotes.plan.lineage import (
     Layout,
@@ -70,5 +71,6 @@ __all__ = [
     "plan_compose",
     "plan_keep",
     "plan_suffix",
+    "plan_without",
     "select_notes",
 ]

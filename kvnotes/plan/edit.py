@@ -12,13 +12,13 @@ prompt wanted, and which live tokens may be kept.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from typing import Literal, get_args
 
 from kvnotes.errors import PlanError, nearest
-from kvnotes.plan.lineage import Layout, canonical, clip, common_prefix, num_equal
+from kvnotes.plan.lineage import Layout, Reuse, canonical, clip, common_prefix, num_equal
 from kvnotes.plan.steps import Compute, Plan, Step
 
 Strategy = Literal[
@@ -246,6 +246,21 @@ def _slice_steps(steps: Sequence[Step], start: int, stop: int) -> Iterable[Step]
             yield Compute(low, step.token_ids[low - offset : high - offset])
         else:
             yield step.clip(low, high)
+
+
+def plan_without(plan: Plan, unfit: Callable[[Reuse], bool], note: str) -> Plan:
+    """Compute what may not be reused where a plan puts it, and say so.
+
+    Args:
+        plan: Any plan.
+        unfit: Whether a view may not stand at its place.
+        note: Added to the plan's notes if there is one.
+    """
+    bad = {id(step) for step in plan.steps if isinstance(step, Reuse) and unfit(step)}
+    if not bad:
+        return plan
+    steps = [Compute(s.target_start, s.token_ids) if id(s) in bad else s for s in plan.steps]
+    return replace(plan, steps=_joined(steps), notes=(*plan.notes, note))
 
 
 def _joined(steps: Iterable[Step]) -> tuple[Step, ...]:

@@ -33,6 +33,7 @@ def load(
     name: str = "smollm2-135m",
     *,
     dtype: str | None = None,
+    quantize: str | None = None,
     chat_template: str | None = None,
     verify_model: bool = True,
     store: KVStore | Path | str | None = None,
@@ -40,26 +41,39 @@ def load(
     """Load a model and prove that its K/V can be moved and recomputed.
 
     Args:
-        name: `smollm2-135m` (embedded), a hub id, a folder, or a `.gguf` file.
+        name: `smollm2-135m` (embedded), a hub id, a folder, or a `.gguf` file. The folder of an
+            adapter loads the model it stands on, and merges it.
         dtype: `float32` (default), `bfloat16` or `float16`.
+        quantize: Weights in fewer bits: `int8`, `int4` or `float8`; needs torchao. K/V stay in
+            `dtype`.
         chat_template: Jinja text used in place of the tokenizer's own.
-        verify_model: Compare splices and edits of a few tokens with a masked forward.
+        verify_model: Compare splices and edits with a masked forward, see `kvnotes.gate`. A
+            model that has passed with these versions is not measured again.
         store: Where compiled segments are kept, or its folder; in memory by default.
 
     Raises:
         ModelNotFoundError: No such model; the hint lists the ways to get one.
         UnsupportedModelError: Its K/V cannot be edited exactly; the reason is named.
+        EngineError: The memory does not hold it; no such dtype or quantization; the package
+            that quantizes or applies an adapter is not there.
     """
+    from kvnotes.engine.adapters import adapter_digest
     from kvnotes.engine.hf import HFEngine
     from kvnotes.engine.models import load_model_and_tokenizer, resolve_model
+    from kvnotes.engine.quantize import quantize as quantized
+    from kvnotes.engine.quantize import stored_quantization
     from kvnotes.engine.weights import weights_digest
-    from kvnotes.fidelity import check_engine
+    from kvnotes.gate import check_gate
 
     resolved = resolve_model(name)
     model, tokenizer = load_model_and_tokenizer(resolved, dtype=dtype)
-    engine = HFEngine(model, weights_digest(resolved.path))
+    quantization = stored_quantization(model) if quantize is None else quantized(model, quantize)
+    adapter = "" if resolved.adapter is None else adapter_digest(resolved.adapter)
+    engine = HFEngine(
+        model, weights_digest(resolved.path), adapter=adapter, quantization=quantization
+    )
     if verify_model:
-        check_engine(engine)
+        check_gate(engine)
     if not isinstance(store, KVStore):
         store = KVStore(None if store is None else Path(store), versions=engine_versions())
     return Model(engine, PromptTokenizer(tokenizer, chat_template), resolved.name, store)

@@ -23,6 +23,7 @@ from kvnotes.plan import (
     plan_compose,
     plan_keep,
     plan_suffix,
+    plan_without,
     select_notes,
 )
 from kvnotes.prompt import SegmentSpan, TokenizedPrompt
@@ -127,7 +128,8 @@ class Planner:
                 splices.append(splice)
                 used.append(segment)
         plan = plan_compose(prompt.token_ids, splices, num_seam_tokens=self.num_seam_tokens)
-        return Ideal(replace(plan, notes=(*plan.notes, *notes)), tuple(used))
+        plan = replace(plan, notes=(*plan.notes, *notes))
+        return Ideal(self._in_chunks(plan), tuple(used))
 
     def _splice_for(
         self, span: SegmentSpan, prompt: TokenizedPrompt
@@ -181,9 +183,29 @@ class Planner:
             matches = _without_swapped(matches, ideal.plan, judging(prompt, changed))
         elif strategy == "selective":
             recompute = self.notes_to_recompute(prompt, live, matches, DEFAULT_NOTE_SHARE)
-        return plan_keep(
-            live.cache.layout, matches, ideal.plan, strategy=strategy, recompute=recompute
-        )
+        return self.keep(live, matches, ideal, strategy=strategy, recompute=recompute)
+
+    def keep(
+        self,
+        live: Live,
+        matches: Sequence[Match],
+        ideal: Ideal,
+        *,
+        strategy: str,
+        recompute: Sequence[int] = (),
+    ) -> Plan:
+        """Keep matched live tokens, as far as the model lets them stand where they go."""
+        layout = live.cache.layout
+        plan = plan_keep(layout, matches, ideal.plan, strategy=strategy, recompute=recompute)
+        return self._in_chunks(plan)
+
+    def _in_chunks(self, plan: Plan) -> Plan:
+        """Compute what a model that attends in chunks cannot have moved."""
+        engine = self._model.engine
+        if not engine.spec.chunk_size:
+            return plan
+        note = f"chunks_of_{engine.spec.chunk_size}:moved_part:computed"
+        return plan_without(plan, lambda view: not engine.movable(view), note)
 
     def matches(self, prompt: TokenizedPrompt, live: Live) -> tuple[Match, ...]:
         """Align the live tokens with a prompt."""

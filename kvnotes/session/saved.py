@@ -275,8 +275,10 @@ def _slice(segment: KVSegment, start: int, stop: int) -> KVSegment:
     return KVSegment(
         segment.run.cut(start, stop),
         segment.identity,
-        tuple(layer[:, start:stop] for layer in segment.keys),
-        tuple(layer[:, start:stop] for layer in segment.values),
+        {
+            name: tuple(layer[:, start:stop] for layer in layers)
+            for name, layers in segment.tensors.items()
+        },
     )
 
 
@@ -413,7 +415,7 @@ def _loaded(model: Model, store: KVStore, source: SourceRecord, run: Run) -> KVS
     if source.kind == "run":
         held = store.get_run(source.key, run)
         # as a view of memory of its own: what is copied from there joins what stands beside it
-        return Buffer(list(held.keys), list(held.values)).segment(run, 0, held.identity)
+        return Buffer(held.tensors).segment(run, 0, held.identity)
     found = store.find(model.engine.identity, run)
     if found is not None:
         return found

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Literal
 
 from kvnotes.engine.base import Execution
 from kvnotes.errors import PlanError
-from kvnotes.plan import Plan, plan_keep
 from kvnotes.session.edits import PromptState
 from kvnotes.session.planner import Live
 
@@ -84,7 +83,7 @@ class Checker:
         planner = self._talk.planner
         ideal = planner.ideal(clean, cautious=False)
         matches = planner.matches(clean, live)
-        first = plan_keep(live.cache.layout, matches, ideal.plan, strategy="selective")
+        first = planner.keep(live, matches, ideal, strategy="selective")
         budget = int(CHEAP_SHARE * clean.num_tokens) - first.tokens.computed
         if budget < 0:
             return False, 0  # no second estimate fits the budget: not checked is not agreed
@@ -97,9 +96,7 @@ class Checker:
             share = (budget - scoring) / max(1, num_scored)
             recompute = planner.notes_to_recompute(clean, live, matches, min(1.0, share))
             spent += scoring
-        plan: Plan = plan_keep(
-            live.cache.layout, matches, ideal.plan, strategy="selective", recompute=recompute
-        )
+        plan = planner.keep(live, matches, ideal, strategy="selective", recompute=recompute)
         spent += plan.tokens.computed - first.tokens.computed
         second = engine.execute(plan, base=live.cache, segments=ideal.segments)
         return ours == self._decision(second), spent

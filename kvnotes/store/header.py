@@ -182,8 +182,9 @@ class SegmentHeader(_Part):
         kinds = tuple(layer.kind for layer in self.identity.spec.layers)
         if self.layer_kinds != kinds:
             yield f"its layer_kinds {self.layer_kinds[:3]} differ from the model's {kinds[:3]}"
-        if set(kinds) != {"full"}:
-            yield f"layers of the kinds {sorted(set(kinds))}, this format has a place for full ones"
+        ropes = len(self.identity.spec.ropes)
+        if any(not 0 <= rope < ropes for x in self.identity.spec.layers for _, rope in x.moves):
+            yield f"its layers move by rotary embeddings that it has not: it has {ropes}"
         if not all(text.isprintable() for text in texts(asdict(self.identity))):
             yield "its model is described with characters that cannot be printed"
         yield from self._payload_contradictions()
@@ -369,8 +370,10 @@ def tensor_shapes(
         )
     result: list[tuple[str, Any, tuple[int, ...]]] = []
     for index, layer in enumerate(identity.spec.layers):
-        shape = (layer.num_kv_heads, num_tokens, layer.head_dim)
-        for name in (f"keys.{index}", f"values.{index}"):
+        for tensor in identity.spec.tensor_names:
+            shape, name = layer.shape(tensor, num_tokens), f"{tensor}.{index}"
+            if not math.prod(shape):
+                continue  # this layer has none of them
             if kind == "int8":
                 result += [(name, "I8", shape), (f"{name}.scale", "F16", (*shape[:2], 1))]
             else:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from kvnotes.errors import KVNotesError, SegmentFormatError, StorageError
 from kvnotes.plan import Run
-from kvnotes.segment import KVSegment
+from kvnotes.segment import KVSegment, Tensors
 from kvnotes.store import container
 from kvnotes.store.container import Container, Place
 from kvnotes.store.header import DTYPE_CODES, SegmentHeader, digest_text
@@ -106,13 +106,19 @@ class OpenFile:
                 for name, part in parts.items()
                 if not name.endswith(".scale")
             }
-        count = header.identity.spec.num_layers
+        spec = header.identity.spec
+        nothing = torch.empty(0, dtype=getattr(torch, spec.dtype))
+        tensors: Tensors = {
+            name: tuple(
+                parts[f"{name}.{index}"]
+                if f"{name}.{index}" in parts
+                else nothing.view(layer.shape(name, len(header.token_ids)))
+                for index, layer in enumerate(spec.layers)
+            )
+            for name in spec.tensor_names
+        }
         return KVSegment(
-            header.run(run),
-            header.identity,
-            tuple(parts[f"keys.{i}"] for i in range(count)),
-            tuple(parts[f"values.{i}"] for i in range(count)),
-            preamble_ids=header.preamble_ids,
+            header.run(run), header.identity, tensors, preamble_ids=header.preamble_ids
         )
 
 
@@ -198,17 +204,18 @@ def converted(segment: KVSegment, dtype: str) -> KVSegment:
             hint="compile it again with this model",
         )
     target: torch.dtype = getattr(torch, dtype)
-    keys = tuple(layer.to(target) for layer in segment.keys)
-    values = tuple(layer.to(target) for layer in segment.values)
-    if not all(bool(torch.isfinite(layer).all()) for layer in (*keys, *values)):
+    tensors: Tensors = {
+        name: tuple(layer.to(target) for layer in layers)
+        for name, layers in segment.tensors.items()
+    }
+    if not all(bool(torch.isfinite(t).all()) for layers in tensors.values() for t in layers):
         raise SegmentFormatError(
             f"K/V of dtype {own!r} overflow in {dtype!r}", hint="compile it again with this model"
         )
     return KVSegment(
         replace(segment.run, altered=f"from:{own}"),
         segment.identity.with_dtype(dtype),
-        keys,
-        values,
+        tensors,
         preamble_ids=segment.preamble_ids,
     )
 

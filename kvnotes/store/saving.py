@@ -113,8 +113,10 @@ class _Draft:
 
     def tensors(self) -> Iterator[tuple[Tensor, float, float]]:
         """The tensors in the order of the file, each with its largest and its mean error."""
-        for keys, values in zip(self.segment.keys, self.segment.values, strict=True):
-            for tensor in (keys, values):
+        for layer in zip(*self.segment.tensors.values(), strict=True):
+            for tensor in layer:
+                if not tensor.numel():
+                    continue  # this layer has none of them
                 if not self.int8:
                     yield tensor.contiguous(), 0.0, 0.0
                     continue
@@ -143,19 +145,28 @@ class _Draft:
 def _check_tensors(segment: KVSegment) -> None:
     """Refuse tensors that are not those which the header will describe."""
     spec = segment.identity.spec
-    expected = [
-        (spec.dtype, (layer.num_kv_heads, segment.num_tokens, layer.head_dim))
-        for layer in spec.layers
-    ]
-    for layers in (segment.keys, segment.values):
-        found = [(str(t.dtype).removeprefix("torch."), tuple(t.shape)) for t in layers]
-        if found != expected:
-            pairs = zip(found, expected, strict=False)
-            mine, theirs = next((p for p in pairs if p[0] != p[1]), (len(found), len(expected)))
+    expected = {
+        name: [(spec.dtype, layer.shape(name, segment.num_tokens)) for layer in spec.layers]
+        for name in spec.tensor_names
+    }
+    found = {
+        name: [(str(t.dtype).removeprefix("torch."), tuple(t.shape)) for t in layers]
+        for name, layers in segment.tensors.items()
+    }
+    for name, theirs in expected.items():
+        mine = found.get(name, [])
+        if mine != theirs:
+            pairs = zip(mine, theirs, strict=False)
+            first = next((p for p in pairs if p[0] != p[1]), (len(mine), len(theirs)))
             raise SegmentFormatError(
-                f"the segment holds layers of {mine}, its model makes {theirs}",
+                f"the segment holds layers of {first[0]}, its model makes {first[1]}",
                 hint="save what an engine compiled; `converted` gives another dtype",
             )
+    if set(found) != set(expected):
+        raise SegmentFormatError(
+            f"the segment holds {sorted(found)}, its model makes {sorted(expected)}",
+            hint="save what an engine compiled",
+        )
 
 
 class _Digests:

@@ -24,7 +24,8 @@ from kvnotes.errors import (
     SpecMismatchError,
     UnknownSegmentError,
 )
-from kvnotes.fidelity import MECHANICAL_TOLERANCE, check_engine, compare, floor, mask_reference
+from kvnotes.fidelity import MECHANICAL_TOLERANCE, compare, floor, mask_reference
+from kvnotes.gate import run_gate
 from kvnotes.plan import Match, Plan, Splice, plan_compose, plan_keep
 from kvnotes.session import SegmentBook
 
@@ -47,7 +48,7 @@ def test_a_prefill_equals_the_models_own_forward(name: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_splices_and_edits_equal_the_loop_and_the_mask(name: str) -> None:
     e = engine(name)
-    assert check_engine(e).worst <= TOLERANCE
+    assert run_gate(e).worst <= TOLERANCE
     first, second = e.compile(IDS[10:30]), e.compile(IDS[35:50], IDS[:5])
     splices = [Splice("a", first.run, 0, 20, 10), Splice("b", second.run, 0, 15, 35)]
     plan = plan_compose(IDS, splices, num_seam_tokens=2)

@@ -206,8 +206,7 @@ def _altered(segment: KVSegment, layer: int, position: int) -> KVSegment:
     return KVSegment(
         segment.run,
         segment.identity,
-        segment.keys,
-        tuple(values),
+        {"keys": segment.keys, "values": tuple(values)},
         preamble_ids=segment.preamble_ids,
     )
 
@@ -234,7 +233,7 @@ def test_sampled_places_cannot_be_foreseen() -> None:
 def test_segment_of_another_text_is_found() -> None:
     engine = tiny_model().engine
     honest, other = engine.compile(tuple(range(40, 100))), engine.compile(tuple(range(41, 101)))
-    swapped = KVSegment(honest.run, honest.identity, other.keys, other.values)
+    swapped = KVSegment(honest.run, honest.identity, other.tensors)
     assert not recompute(engine, swapped, share=0.2, seed=0).agreed
 
 

@@ -17,24 +17,12 @@ def _config(kind: Any, **changes: Any) -> Any:
     return kind(**{**SHAPE, **changes})
 
 
-def _rope(kind: str, **values: Any) -> dict[str, Any]:
-    return {"rope_parameters": {"rope_type": kind, "rope_theta": 100.0, **values}}
-
-
 GPT2 = {"vocab_size": 89, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4}
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "sliding window": (
-        lambda: tf.MistralForCausalLM(_config(tf.MistralConfig, sliding_window=8)),
-        "sliding-window attention",
-    ),
-    "sliding layers": (
-        lambda: tf.Gemma3ForCausalLM(_config(tf.Gemma3TextConfig, sliding_window=8)),
-        "sliding-window attention",
-    ),
     "learned positions": (
         lambda: tf.GPT2LMHeadModel(tf.GPT2Config(**GPT2)),
-        "no rotary embedding",
+        "positions are learned",
     ),
     "alibi": (
         lambda: tf.BloomForCausalLM(
@@ -63,28 +51,9 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         ),
         "encoder-decoder",
     ),
-    "dynamic tables": (
-        lambda: tf.LlamaForCausalLM(_config(tf.LlamaConfig, **_rope("dynamic", factor=2.0))),
-        "depend on the sequence length.*dynamic",
-    ),
-    "long tables": (
-        lambda: tf.LlamaForCausalLM(
-            _config(
-                tf.LlamaConfig,
-                **_rope(
-                    "longrope",
-                    factor=2.0,
-                    short_factor=[1.0] * 4,
-                    long_factor=[2.0] * 4,
-                    original_max_position_embeddings=128,
-                ),
-            )
-        ),
-        "depend on the sequence length.*longrope",
-    ),
-    "layers without positions": (
-        lambda: tf.SmolLM3ForCausalLM(_config(tf.SmolLM3Config, num_hidden_layers=4)),
-        "do not move by rotation",
+    "norm weights after the rotation": (
+        lambda: tf.HunYuanDenseV1ForCausalLM(_config(tf.HunYuanDenseV1Config)),
+        "norm weights after the rotation",
     ),
 }
 

@@ -26,7 +26,7 @@ there_and_back = st.tuples(st.integers(0, 120), st.integers(0, 120), st.integers
 
 
 def rotary_of(name: str) -> Rotary:
-    return engine(name).rotary
+    return engine(name).rotaries[0]
 
 
 def allowed(position: int) -> float:

@@ -159,7 +159,8 @@ def test_file_whose_values_are_not_those_of_its_text_is_found(
     honest = loaded.engine.compile(tuple(range(100, 160)))
     other = loaded.engine.compile(tuple(range(101, 161)))
     path = tmp_path / f"foreign{SUFFIX}"
-    save_segment(path, KVSegment(honest.run, honest.identity, honest.keys, other.values))
+    mixed = {"keys": honest.keys, "values": other.values}
+    save_segment(path, KVSegment(honest.run, honest.identity, mixed))
     assert run("verify", str(path)).code == 0
     done = run("verify", str(path), "--recompute")
     assert done.code == SegmentFormatError.exit_code

@@ -22,6 +22,7 @@ ORDER = (
     "engine",
     "store",
     "fidelity",
+    "gate",
     "session",
     "library",
     "memory",

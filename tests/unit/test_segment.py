@@ -20,7 +20,7 @@ SPEC = ModelSpec(
     vocab_size=50,
     max_positions=4096,
     dtype="float32",
-    rope=RopeSpec("default", 4, "half", "0" * 64),
+    ropes=(RopeSpec("default", 4, "half", "0" * 64),),
 )
 IDENTITY = ModelIdentity(SPEC, "1" * 64)
 IDS = (10, 11, 12, 13, 14, 15)

@@ -18,11 +18,11 @@ SPEC = ModelSpec(
     vocab_size=100,
     max_positions=256,
     dtype="float32",
-    rope=ROPE,
+    ropes=(ROPE,),
     num_parameters=1000,
 )
 IDENTITY = ModelIdentity(SPEC, "b" * 64)
-FINGERPRINT = "953394d9adbeac844485a57d62b5d5ed8e9bc71a8d3a0f741cccb4280188c0fe"
+FINGERPRINT = "cdbc1d3c96231dfd6f8647f62a2bfaad5bb62f673386aad366be95f0555bfa73"
 
 OTHER_LAYERS = (SPEC.layers[0], LayerSpec("full", 2, 16))
 CHANGED: dict[str, ModelIdentity] = {
@@ -33,7 +33,7 @@ CHANGED: dict[str, ModelIdentity] = {
     "vocab_size": replace(IDENTITY, spec=replace(SPEC, vocab_size=101)),
     "max_positions": replace(IDENTITY, spec=replace(SPEC, max_positions=512)),
     "dtype": replace(IDENTITY, spec=replace(SPEC, dtype="bfloat16")),
-    "rope": replace(IDENTITY, spec=replace(SPEC, rope=replace(ROPE, rotary_dim=4))),
+    "ropes": replace(IDENTITY, spec=replace(SPEC, ropes=(replace(ROPE, rotary_dim=4),))),
     "constants": replace(IDENTITY, spec=replace(SPEC, constants=(("rms_norm_eps", "1e-06"),))),
     "weights": replace(IDENTITY, weights_digest="c" * 64),
     "adapter": replace(IDENTITY, adapter="lora"),
@@ -42,20 +42,27 @@ CHANGED: dict[str, ModelIdentity] = {
 """One identity per fact, that differs in this fact alone."""
 
 NESTED: dict[str, ModelSpec] = {
-    "kind": replace(SPEC, rope=replace(ROPE, kind="yarn")),
-    "rotary_dim": replace(SPEC, rope=replace(ROPE, rotary_dim=4)),
-    "pairing": replace(SPEC, rope=replace(ROPE, pairing="interleaved")),
-    "table_digest": replace(SPEC, rope=replace(ROPE, table_digest="d" * 64)),
-    "attention_factor": replace(SPEC, rope=replace(ROPE, attention_factor=1.1)),
+    "kind": replace(SPEC, ropes=(replace(ROPE, kind="yarn"),)),
+    "rotary_dim": replace(SPEC, ropes=(replace(ROPE, rotary_dim=4),)),
+    "pairing": replace(SPEC, ropes=(replace(ROPE, pairing="interleaved"),)),
+    "table_digest": replace(SPEC, ropes=(replace(ROPE, table_digest="d" * 64),)),
+    "attention_factor": replace(SPEC, ropes=(replace(ROPE, attention_factor=1.1),)),
     "num_kv_heads": replace(SPEC, layers=(SPEC.layers[0], LayerSpec("full", 1, 8))),
     "head_dim": replace(SPEC, layers=OTHER_LAYERS),
+    "start": replace(SPEC, ropes=(replace(ROPE, start=2),)),
+    "reversed": replace(SPEC, ropes=(replace(ROPE, reversed=True),)),
+    "value_dim": replace(SPEC, layers=(SPEC.layers[0], LayerSpec("full", 2, 8, 4))),
+    "index_dim": replace(SPEC, layers=(SPEC.layers[0], LayerSpec("full", 2, 8, index_dim=4))),
+    "moves": replace(SPEC, layers=(SPEC.layers[0], LayerSpec("full", 2, 8, moves=()))),
+    "window": replace(SPEC, layers=(SPEC.layers[0], LayerSpec("full", 2, 8, window=4))),
+    "number of ropes": replace(SPEC, ropes=(ROPE, ROPE)),
     "number of layers": replace(SPEC, layers=SPEC.layers[:1]),
 }
 
 
 def test_every_fact_of_a_model_is_perturbed_here() -> None:
     facts = {field.name for field in (*fields(ModelSpec), *fields(ModelIdentity))}
-    facts -= {"spec", "num_parameters", "weights_digest"}
+    facts -= {"spec", "num_parameters", "limit_reason", "weights_digest"}
     assert set(CHANGED) == facts | {"weights"}
 
 

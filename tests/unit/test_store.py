@@ -105,9 +105,8 @@ def test_has_tells_the_key_and_reads_nothing(store: KVStore) -> None:
 def test_slice_of_a_conversation_is_no_segment(store: KVStore) -> None:
     whole = named("a", 20)
     run = whole.run.cut(5, 20)
-    part = KVSegment(
-        run, IDENTITY, tuple(k[:, 5:] for k in whole.keys), tuple(v[:, 5:] for v in whole.values)
-    )
+    tensors = {name: tuple(t[:, 5:] for t in layers) for name, layers in whole.tensors.items()}
+    part = KVSegment(run, IDENTITY, tensors)
     with pytest.raises(LineageError):
         store.put(part)
     assert store.memory.keys() == []

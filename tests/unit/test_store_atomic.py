@@ -290,7 +290,7 @@ def test_a_file_system_that_cannot_sync_folders_is_no_fault_but_a_failing_disk_i
 def test_a_slice_of_a_conversation_is_not_saved_as_a_segment(tmp_path: Path) -> None:
     segment = segment_of(3)
     run = Run(segment.run.token_ids, 2, Run((1, 2)).whole().run.after)
-    part = KVSegment(run, segment.identity, segment.keys, segment.values)
+    part = KVSegment(run, segment.identity, segment.tensors)
     with pytest.raises(LineageError, match="was computed at position 2"):
         save_segment(tmp_path / NAME, part)
     assert not list(tmp_path.iterdir())
@@ -311,7 +311,7 @@ def test_tensors_that_are_not_those_of_the_model_are_not_saved(
     tmp_path: Path, keys: tuple[Tensor, ...], values: tuple[Tensor, ...]
 ) -> None:
     good = segment_of(3)
-    mixed = KVSegment(good.run, good.identity, keys, values)
+    mixed = KVSegment(good.run, good.identity, {"keys": keys, "values": values})
     with pytest.raises(SegmentFormatError, match="its model makes"):
         save_segment(tmp_path / NAME, mixed)
     assert not list(tmp_path.iterdir())

@@ -286,7 +286,7 @@ def test_kv_that_are_not_finite_are_refused_although_their_digest_fits(
 def test_a_part_of_a_session_is_no_segment(tmp_path: Path) -> None:
     segment = segment_of(3)
     run = Run(segment.run.token_ids, 2, Run((1, 2)).whole().run.after)
-    part = KVSegment(run, segment.identity, segment.keys, segment.values)
+    part = KVSegment(run, segment.identity, segment.tensors)
     save_segment(tmp_path / NAME, part, kind="run")
     assert "part of a saved session, not a compiled segment" in refusal(tmp_path / NAME)
     opened = open_segment(tmp_path / NAME)

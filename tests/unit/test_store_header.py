@@ -126,10 +126,10 @@ def test_a_model_that_cannot_have_computed_it_is_refused(
     assert message in refusal(of_model(**changes))
 
 
-def test_layers_of_a_kind_without_a_layout_are_refused() -> None:
-    data = json.loads(of_model(layers__0__kind="sliding"))
-    data["layer_kinds"] = ["sliding"]
-    assert "['sliding'], this format has a place for full ones" in refusal(canonical(data))
+def test_a_layer_that_moves_by_what_the_model_has_not_is_refused() -> None:
+    for index in (1, -1):
+        text = of_model(layers__0__moves=[["keys", index]])
+        assert "rotary embeddings that it has not: it has 1" in refusal(text)
 
 
 @pytest.mark.parametrize(
@@ -172,8 +172,8 @@ def test_layers_of_a_kind_without_a_layout_are_refused() -> None:
         ("tensors.0.shape", [1, 0, 2]),
         ("tensors.0.shape", [1, -3, -2]),
         ("tensors.0.shape", [1, 3, 2, 1, 1]),
-        ("identity.spec.rope.pairing", "both"),
-        ("identity.spec.rope.attention_factor", "1"),
+        ("identity.spec.ropes.0.pairing", "both"),
+        ("identity.spec.ropes.0.attention_factor", "1"),
         ("identity.spec.layers.0.kind", "unknown"),
         ("identity.spec.hidden_size", "2"),
         ("identity.spec.hidden_size", True),
