@@ -104,6 +104,11 @@ chunk of N; a move is exact by multiples of N, and inside of the first chunk), `
 for all heads, and a rotated part beside it). `half` and `interleaved` say which dimensions are
 rotated together.
 
+Weights may be quantized, `kvnotes.load(NAME, quantize="int8")` (`int4`, `float8`; needs
+`pip install "kvnotes[quantize]"`), and an adapter's folder loads the model that it stands on
+(`pip install "kvnotes[adapters]"`): each is another model to the gate and to every stored segment.
+K/V stay in the model's dtype: a quantized cache that a model's own settings ask for is not used.
+
 {counts}
 
 | model type | verdict | what is cached, and what moves | error | unrotated | cause, or limit |

@@ -121,8 +121,8 @@ class ModelCheckup:
         spec = engine.spec
         self.layout = _layout(engine)
         shapes = "; ".join(
-            f"{layer.layers} layers of {layer.kind} attention with {layer.kv_heads} kv heads of "
-            f"{layer.head_dim}"
+            f"{layer.layers} layers of {layer.kind} attention{_window(layer)} with "
+            f"{layer.kv_heads} kv heads of {layer.head_dim}"
             for layer in self.layout.layers
         )
         yield Check.ok(
@@ -132,8 +132,7 @@ class ModelCheckup:
             SECTION,
             "positions",
             f"rope {self.layout.rope}, pairs {self.layout.rope_pairing}, context "
-            f"{spec.max_positions:,} "
-            "tokens",
+            f"{spec.max_positions:,} tokens{_because(self.layout.limit_reason)}",
         )
         per_token = self.layout.kv_bytes_per_token
         whole = per_token * spec.max_positions
@@ -296,21 +295,34 @@ def _check_fits(resolved: ResolvedModel, dtype: str) -> Check:
 
 def _layout(engine: Engine) -> LayoutRecord:
     spec: ModelSpec = engine.spec
-    counts = Counter((layer.kind, layer.num_kv_heads, layer.head_dim) for layer in spec.layers)
+    counts = Counter((x.kind, x.window, x.num_kv_heads, x.head_dim) for x in spec.layers)
     return LayoutRecord(
         model_type=spec.model_type,
         fingerprint=engine.fingerprint,
         dtype=spec.dtype,
         layers=[
-            LayerRecord(kind=kind, layers=number, kv_heads=num_heads, head_dim=head_dim)
-            for (kind, num_heads, head_dim), number in counts.items()
+            LayerRecord(
+                kind=kind, window=window, layers=number, kv_heads=num_heads, head_dim=head_dim
+            )
+            for (kind, window, num_heads, head_dim), number in counts.items()
         ],
         attention_heads=spec.num_attention_heads,
         rope=", ".join(sorted({rope.kind for rope in spec.ropes})),
         rope_pairing=", ".join(sorted({rope.pairing for rope in spec.ropes})),
         context=spec.max_positions,
+        limit_reason=spec.limit_reason,
         kv_bytes_per_token=spec.nbytes_per_token(_ITEM_SIZES[spec.dtype]),
     )
+
+
+def _window(layer: LayerRecord) -> str:
+    if not layer.window:
+        return ""
+    return f" in chunks of {layer.window}" if layer.kind == "chunked" else f" over {layer.window}"
+
+
+def _because(reason: str) -> str:
+    return f", because {reason}" if reason else ""
 
 
 def _short_pass_ms(engine: Engine) -> float:

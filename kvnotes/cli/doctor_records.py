@@ -73,6 +73,7 @@ class LayerRecord(_Record):
     """What some layers keep per token."""
 
     kind: str
+    window: int = Field(description="tokens that a layer sees, or the size of a chunk; 0: all")
     layers: int
     kv_heads: int
     head_dim: int
@@ -89,6 +90,7 @@ class LayoutRecord(_Record):
     rope: str = Field(description="the scaling of its rotary embedding")
     rope_pairing: str = Field(description="which dimensions of a key are rotated together")
     context: int = Field(description="longest sequence, in tokens")
+    limit_reason: str = Field(description="why that is less than the model states")
     kv_bytes_per_token: int
 
 

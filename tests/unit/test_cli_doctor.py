@@ -290,7 +290,7 @@ def test_model_that_works_is_described_with_its_measured_gaps(diagnose: Any, sav
     record = diagnose(saved(tiny()))
     assert record["usable"], faults(record)
     assert record["layout"]["layers"] == [
-        {"kind": "full", "layers": 3, "kv_heads": 2, "head_dim": 8}
+        {"kind": "full", "window": 0, "layers": 3, "kv_heads": 2, "head_dim": 8}
     ]
     assert record["layout"]["kv_bytes_per_token"] == 3 * 2 * 2 * 8 * 4
     assert record["layout"]["context"] == SHAPE["max_position_embeddings"]
