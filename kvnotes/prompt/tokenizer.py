@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Collection, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
 from datetime import datetime
@@ -332,18 +333,24 @@ def _controls_of(tokenizer: Any) -> dict[str, bool]:
         word = str(token.content)
         if token.special or word.replace("\u2581", " ").strip():
             controls[word] = not (token.lstrip or token.single_word or token.normalized)
-    for word in controls:
-        if any(_overlaps(other, word) for other in controls):
-            controls[word] = False
     controls.pop("", None)
+    for word in _reached_into(controls):
+        controls[word] = False
     return controls
 
 
-def _overlaps(first: str, second: str) -> bool:
-    """Whether `first` can begin before `second` and reach into it."""
-    return second[:1] in first[1:] and any(
-        second.startswith(first[k:]) or first[k:].startswith(second) for k in range(1, len(first))
-    )
+def _reached_into(words: Collection[str]) -> Iterator[str]:
+    """Yield the words that another one can begin before and reach into, or beyond.
+
+    Some tokenizers have thousands of control tokens: pairs are never compared.
+    """
+    ends = sorted({word[k:] for word in words for k in range(1, len(word))})
+    known = frozenset(ends)
+    for word in words:
+        place = bisect_left(ends, word)
+        inside = place < len(ends) and ends[place].startswith(word)
+        if inside or any(word[:k] in known for k in range(1, len(word) + 1)):
+            yield word
 
 
 def _any_normalized(tokenizer: Any) -> bool:

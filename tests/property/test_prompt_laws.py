@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+from helpers_laws import laws
 from helpers_prompt import FAMILIES, family_tokenizer, prompt_tokenizer
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
@@ -20,6 +21,7 @@ from kvnotes.prompt import (
     TokenizedPrompt,
 )
 from kvnotes.prompt.stream import StreamDecoder
+from kvnotes.prompt.tokenizer import _reached_into
 from kvnotes.prompt.tokens import longest_match
 
 LIGHT = settings(
@@ -373,3 +375,14 @@ def test_many_turns_keep_every_generated_answer(name: str) -> None:
 def test_refusals_of_values_come_before_rendering() -> None:
     with pytest.raises(TemplateError):
         PromptTemplate.text_template("{{a}}").render({"a": "x\ny"}, SMOL)
+
+
+@given(st.sets(st.text("ab<", min_size=1, max_size=5), max_size=8))
+@laws(300)
+def test_words_that_another_reaches_into_are_found(words: set[str]) -> None:
+    def reaches(first: str, second: str) -> bool:
+        ends = [first[k:] for k in range(1, len(first))]
+        return any(second.startswith(end) or end.startswith(second) for end in ends)
+
+    expected = {word for word in words if any(reaches(other, word) for other in words)}
+    assert set(_reached_into(words)) == expected
