@@ -51,7 +51,6 @@ CONSTANTS = (
     "logit_scale",
     "logits_scaling",
     "norm_eps",
-    "partial_rotary_factor",
     "residual_multiplier",
     "rms_norm_eps",
 )
