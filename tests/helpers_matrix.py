@@ -38,6 +38,11 @@ SIZES: dict[str, Any] = {
     "shared_expert_intermediate_size": 32,
     "moe_shared_expert_intermediate_size": 32,
     "shared_intermediate_size": 32,
+    "shared_experts_intermediate_size": 32,
+    "d_head": 16,
+    "n_heads": 4,
+    "n_layers": NUM_LAYERS,
+    "max_seq_len": MAX_POSITIONS,
     "expert_ffn_hidden_size": 32,
     "num_experts": 4,
     "num_local_experts": 4,
@@ -108,6 +113,22 @@ OWN: dict[str, dict[str, Any]] = {
         "per_layer_config": {1: {"head_dim": 32}, 3: {"head_dim": 32}},
     },
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "cohere_compass_text": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
+    },
+    "dory": {
+        "layer_types": ["sliding_attention", "mlp", "full_attention", "mlp"],
+        "n_input_layers": 1,
+        "n_recurrent_layers": 2,
+        "n_output_layers": 1,
+    },
+    "zaya": {"num_experts_per_tok": 1},
+    "mamba2": {"num_heads": 8, "head_dim": 16},
 }
 """What some types need beside that."""
 
