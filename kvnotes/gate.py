@@ -208,7 +208,7 @@ def _edits(engine: Engine, spliced: Execution, *, long: bool) -> Iterator[tuple[
             strategy="selective",
             recompute=edit.notes,
         )
-        if all(engine.movable(view) for view in plan.layout):
+        if all(engine.movable(view, plan) for view in plan.layout):
             yield case, engine.execute(plan, base=spliced.cache)
 
 

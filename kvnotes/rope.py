@@ -22,7 +22,8 @@ from torch import Tensor
 from kvnotes.spec import RopeSpec
 
 RotaryTable = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""Positions [tokens] to float32 cosines and sines [tokens, rotary_dim/2], as the model has them."""
+"""Positions [tokens], or [3, tokens] on three axes, to float32 cosines and sines
+[tokens, rotary_dim/2], as the model has them."""
 
 BLOCK_TOKENS = 512
 """Tokens rotated at a time: the block and its temporaries stay in the second-level cache
@@ -53,8 +54,13 @@ class Rotary:
     table: RotaryTable
     _turns: OrderedDict[tuple[int, int, int], Turn] = field(default_factory=OrderedDict, repr=False)
 
-    def turn(self, source: Int[Tensor, " tokens"], target: Int[Tensor, " tokens"]) -> Turn:
-        """Return the rotation from positions `source` to `target`, computed in float64."""
+    def turn(
+        self, source: Int[Tensor, "*axes tokens"], target: Int[Tensor, "*axes tokens"]
+    ) -> Turn:
+        """Return the rotation from positions `source` to `target`, computed in float64.
+
+        Positions have one axis, or three where images stand among the tokens.
+        """
         ratio = self._unit(target) * self._unit(source).conj()
         ratio = ratio / ratio.abs()
         if self.spec.reversed:

@@ -141,10 +141,10 @@ def causal_types() -> list[str]:
 def tiny_config(model_type: str) -> Any:
     """Return a configuration with few and small layers, of every kind that the default has."""
     config = CONFIG_MAPPING[model_type]()
-    return _shrunk(config, OWN.get(model_type, {}))
+    return shrunk(config, OWN.get(model_type, {}))
 
 
-def _shrunk(config: Any, own: dict[str, Any]) -> Any:
+def shrunk(config: Any, own: dict[str, Any]) -> Any:
     values = config.to_dict()
     for name, size in SIZES.items():
         held = values.get(name)
@@ -161,7 +161,7 @@ def _shrunk(config: Any, own: dict[str, Any]) -> Any:
     for name in getattr(type(config), "sub_configs", {}):
         part = getattr(config, name, None)
         if part is not None:
-            values[name] = _shrunk(part, {}).to_dict()
+            values[name] = shrunk(part, {}).to_dict()
     if isinstance(values.get("per_layer_config"), dict):
         values.pop("per_layer_config")
     values |= own

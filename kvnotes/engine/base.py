@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvnotes.errors import EngineError, OutOfCacheError, PlanError
+from kvnotes.errors import EngineError, OutOfCacheError, PlanError, UnsupportedModelError
 from kvnotes.plan import CostModel, Match, Plan, Reuse
 from kvnotes.rope import Rotary
 from kvnotes.segment import KVCache, KVSegment
@@ -231,17 +231,43 @@ class Engine(ABC):
                     segment.identity, f"a segment of {segment.num_tokens} tokens"
                 )
         for view in plan.layout:
-            if not self.movable(view):
+            if not self.movable(view, plan):
+                chunk = self.spec.chunk_size
+                why = (
+                    f"this model attends in chunks of {chunk}, and only multiples of that are exact"
+                    if chunk
+                    else "an image of another shape now stands before them"
+                )
                 raise PlanError(
-                    f"the plan moves {view.num_tokens} tokens by {view.shift} positions; this "
-                    f"model attends in chunks of {self.spec.chunk_size}, and only multiples of "
-                    "that are exact",
+                    f"the plan keeps {view.num_tokens} tokens, moved by {view.shift}, at token "
+                    f"{view.target_start}; {why}",
                     hint="compute them instead: a session plans so by itself",
                 )
         return sources
 
-    def movable(self, view: Reuse) -> bool:
-        """Whether K/V may stand where a view puts them: always but for attention in chunks.
+    def place_after(self, token_ids: Sequence[int]) -> int:
+        """Return the position of the token after a prompt: its length, where no images are."""
+        return len(token_ids)
+
+    def add_image(
+        self, pixels: Float[Tensor, patches * values], grid: tuple[int, int, int]
+    ) -> tuple[int, ...]:
+        """Make an image known; return the token ids that stand for it in prompts.
+
+        Args:
+            pixels: `pixel_values` as the model's processor makes them.
+            grid: Its `image_grid_thw`: patches in time, height and width.
+
+        Raises:
+            UnsupportedModelError: The model takes no images.
+            EngineError: The grid does not fit the pixels.
+        """
+        raise UnsupportedModelError(
+            f"model type {self.spec.model_type!r} takes no images", hint="send text alone"
+        )
+
+    def movable(self, view: Reuse, plan: Plan) -> bool:
+        """Whether K/V may stand where a plan puts them: always but for attention in chunks.
 
         There a move must keep who shares a chunk with whom: by a multiple of the chunk, or
         inside of the first one.

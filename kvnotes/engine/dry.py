@@ -134,7 +134,7 @@ class DryEngine(Engine):
         """Return a buffer for so many tokens; there is nothing to copy into it."""
         return self._buffer(num_tokens)
 
-    def step(self, token_id: int, position: int, buffer: Buffer) -> Float[Tensor, " vocab"]:
+    def step(self, token_id: int, slot: int, buffer: Buffer, place: int) -> Float[Tensor, " vocab"]:
         """Return logits that are certain of the stand-in token."""
         return self._logits()
 

@@ -5,7 +5,7 @@ Owns the memory side of executing a plan; the model side is in `hf`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -26,19 +26,40 @@ class Target:
     missing: tuple[Reuse, ...]
 
 
+Places = Callable[[Reuse], tuple[Tensor, Tensor] | None]
+"""Positions of a view's tokens at its source and at its target; None where slots say them."""
+
+
+def slots_say(view: Reuse) -> tuple[Tensor, Tensor] | None:
+    """Positions of prompts without images."""
+    return None
+
+
 def target_buffer(
-    plan: Plan, base: KVCache | None, sources: Sequence[KVSegment], *, consume: bool
+    plan: Plan,
+    base: KVCache | None,
+    sources: Sequence[KVSegment],
+    *,
+    consume: bool,
+    stays: Callable[[Reuse], bool] = lambda view: True,
 ) -> Target:
     """Decide whether a plan may run in the memory of `base`.
 
     It may if every slot to be written is read by no other live cache, and nothing that must
     be copied comes from that memory itself. Otherwise everything goes to a new buffer, from
     the source copies.
+
+    Args:
+        plan: The plan.
+        base: The cache it starts from.
+        sources: Where its views come from.
+        consume: `base` is not used again.
+        stays: Whether a view that `base` holds has the same positions there.
     """
     views = tuple(step for step in plan.steps if isinstance(step, Reuse))
     if base is None or base.buffer.capacity < len(plan.token_ids):
         return Target(None, views)
-    missing = tuple(view for view in views if not holds(base.layout, view))
+    missing = tuple(v for v in views if not holds(base.layout, v) or not stays(v))
     if any(find_source(view.run, sources).buffer is base.buffer for view in missing):
         return Target(None, views)
     written = [view.target_start for view in missing]
@@ -77,6 +98,7 @@ def place(
     rotaries: Sequence[Rotary],
     *,
     slot: int | None = None,
+    places: Places = slots_say,
 ) -> None:
     """Copy a view into a buffer, moved to its target positions, from the source copy."""
     segment = find_source(view.run, sources)
@@ -96,8 +118,12 @@ def place(
                 originals.append(layer[:, part])
                 targets.append(target)
     source = view.run.start + view.source_start
+    axes = places(view) if moving else None
     for rope, (originals, targets) in moving.items():
-        turn = rotaries[rope].shift(source, view.target_start, view.num_tokens)
+        if axes is None:
+            turn = rotaries[rope].shift(source, view.target_start, view.num_tokens)
+        else:
+            turn = rotaries[rope].turn(*axes)
         turn_keys(originals, turn, rotaries[rope].spec, targets)
 
 

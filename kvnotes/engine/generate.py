@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -21,7 +21,10 @@ class Stepper(Protocol):
     def writable_buffer(self, cache: KVCache, num_tokens: int) -> Buffer:
         """Return a buffer that holds `cache` and may be written from its end on."""
 
-    def step(self, token_id: int, position: int, buffer: Buffer) -> Tensor:
+    def place_after(self, token_ids: Sequence[int]) -> int:
+        """Return the position of the next token."""
+
+    def step(self, token_id: int, slot: int, buffer: Buffer, place: int) -> Tensor:
         """Compute one token and return the logits after it."""
 
 
@@ -79,7 +82,7 @@ class TokenStream:
         logits = self._start.last_logits()
         self._buffer = self._engine.writable_buffer(base, base.length + params.max_new_tokens)
         self._buffer.read_until(self, base.length + params.max_new_tokens)
-        sampler = Sampler(params)
+        sampler, place = Sampler(params), self._engine.place_after(base.token_ids)
         try:
             while True:
                 token_id = sampler.choose(logits)
@@ -87,8 +90,9 @@ class TokenStream:
                 yield token_id
                 if token_id in self._stop_ids or len(self._ids) >= params.max_new_tokens:
                     return
-                position = base.length + self._num_fed
-                logits = self._engine.step(token_id, position, self._buffer)
+                logits = self._engine.step(
+                    token_id, base.length + self._num_fed, self._buffer, place + self._num_fed
+                )
                 self._num_fed += 1
         finally:
             self._buffer.read_until(self, base.length + self._num_fed)

@@ -8,7 +8,7 @@ positions (see `masks`).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -21,8 +21,9 @@ from kvnotes.engine.attention import use_packed_attention
 from kvnotes.engine.base import Engine, Execution, Executor, SamplingParams, Stopwatch
 from kvnotes.engine.cost import Passes, measure_cost
 from kvnotes.engine.discover import NUM_PROBE_TOKENS, Held, check_supported, discover
-from kvnotes.engine.execute import place, settle, target_buffer
+from kvnotes.engine.execute import Places, place, settle, target_buffer
 from kvnotes.engine.generate import TokenStream
+from kvnotes.engine.images import Images, has_images
 from kvnotes.engine.masks import Visibility, seeing
 from kvnotes.engine.slots import (
     CacheForm,
@@ -33,7 +34,7 @@ from kvnotes.engine.slots import (
     slot_layers,
 )
 from kvnotes.errors import EngineError
-from kvnotes.plan import Compute, Match, Plan, Run
+from kvnotes.plan import Compute, Match, Plan, Reuse, Run, layout_token_ids
 from kvnotes.segment import Buffer, BufferPool, KVCache, KVSegment, Tensors, empty_tensors
 from kvnotes.spec import ModelIdentity, ModelSpec, TensorName
 
@@ -63,6 +64,7 @@ class HFEngine(Engine):
         self, model: Any, weights_digest: str, *, adapter: str = "", quantization: str = ""
     ) -> None:
         self.model = model
+        self._images = Images(model) if Images.are_taken_by(model) else None
         check_supported(model)
         self._form = CacheForm(model)
         names = inspect.signature(model.forward).parameters
@@ -95,7 +97,7 @@ class HFEngine(Engine):
         whole = (*preamble, *ids)
         self.check_length(len(whole), "the segment")
         buffer = self._new_buffer(len(whole))
-        self._compute(list(range(len(whole))), whole, buffer)
+        self._compute(list(range(len(whole))), whole, buffer, self._places(whole))
         run = Run(whole).cut(len(preamble), len(whole))
         part = buffer.part(len(preamble), len(whole))
         if preamble:  # else it is the whole memory
@@ -116,17 +118,20 @@ class HFEngine(Engine):
         if executor == "loop":
             buffer, logits = self._run_loop(plan, sources)
         else:
-            target = target_buffer(plan, base, sources, consume=consume)
+            axes = self._places(plan.token_ids)
+            target = target_buffer(
+                plan, base, sources, consume=consume, stays=self._stays(axes, base)
+            )
             buffer = target.buffer or self._pool.take(len(plan.token_ids))
             for view in target.missing:
-                place(view, sources, buffer, self.rotaries)
+                place(view, sources, buffer, self.rotaries, places=self._moves(axes))
             positions = [
                 position
                 for step in plan.steps
                 if isinstance(step, Compute)
                 for position in range(step.target_start, step.target_stop)
             ]
-            logits = self._compute(positions, plan.token_ids, buffer)
+            logits = self._compute(positions, plan.token_ids, buffer, axes)
         cache = settle(plan, sources, buffer, self.identity)
         return Execution(cache, logits if plan.yields_logits else None, watch.elapsed_ms)
 
@@ -154,7 +159,13 @@ class HFEngine(Engine):
         own = (owner[:, None] == owner[None]) & (depth[None] <= depth[:, None])
         allowed = torch.cat([torch.ones(len(fed), length, dtype=torch.bool), own], 1)
         places = depth + length
-        seen = Visibility(places, torch.cat([torch.arange(length), places]), allowed)
+        next_ = self.place_after(start.cache.token_ids)
+        seen = Visibility(
+            places,
+            torch.cat([torch.arange(length), places]),
+            allowed,
+            places=None if next_ == length else (depth + next_).expand(3, -1),
+        )
         stop = length + len(fed)
         buffer = self.writable_buffer(start.cache, stop)
         layers = slot_layers(buffer.tensors, slice(length, stop), stop)
@@ -177,7 +188,12 @@ class HFEngine(Engine):
             for i, part in enumerate(by_layer(cache.buffer.part(0, start)))
         ]
         positions = torch.arange(start, start + len(new))
-        seen = Visibility(positions, torch.arange(start + len(new)))
+        axes = self._places(token_ids)
+        seen = Visibility(
+            positions,
+            torch.arange(start + len(new)),
+            places=None if axes is None else axes[:, positions],
+        )
         with suppress(StopForward):
             self._call(new, seen, self._form.cache(layers), 1)
         # what carries no position: the same token has the same there, wherever it stands
@@ -206,7 +222,11 @@ class HFEngine(Engine):
         visible: Bool[Tensor, "tokens tokens"],
         rows: Sequence[int],
     ) -> Float[Tensor, "rows vocab"]:
-        return self._call(list(token_ids), Visibility(positions, positions, visible), None, rows)
+        axes = None
+        if has_images(token_ids) and self._images is not None:
+            axes = self._images.row_places(token_ids, positions, visible, rows[-1])
+        seen = Visibility(positions, positions, visible, places=axes)
+        return self._call(list(token_ids), seen, None, rows)
 
     def own_forward(self, token_ids: Sequence[int]) -> Float[Tensor, " vocab"]:
         ours = self.model.config._attn_implementation
@@ -228,22 +248,42 @@ class HFEngine(Engine):
         _copy(buffer.part(0, cache.length), copy.part(0, cache.length))
         return copy
 
-    def step(self, token_id: int, position: int, buffer: Buffer) -> Float[Tensor, " vocab"]:
+    def step(self, token_id: int, slot: int, buffer: Buffer, place: int) -> Float[Tensor, " vocab"]:
         """Compute one token at the end of a buffer and return the logits after it."""
-        return self._compute([position], {position: token_id}, buffer)
+        seen = Visibility(
+            torch.tensor([slot]),
+            torch.arange(slot + 1),
+            places=None if place == slot else torch.full((3, 1), place),
+        )
+        cache = self._form.cache(slot_layers(buffer.tensors, slice(slot, slot + 1), slot + 1))
+        return self._call([token_id], seen, cache, 1)[-1]
 
-    def _compute(self, positions: list[int], ids: Any, buffer: Buffer) -> Tensor:
-        """Compute tokens at slots = positions, in order, chunk by chunk; return last logits."""
+    def _compute(
+        self, new: list[int], ids: Sequence[int], buffer: Buffer, axes: Tensor | None
+    ) -> Tensor:
+        """Compute tokens of a prompt, in order, chunk by chunk; return the last logits.
+
+        Args:
+            new: Which of its tokens.
+            ids: The prompt.
+            buffer: Where their K/V go, and those of the others stand.
+            axes: Positions of the whole prompt, where images stand in it.
+        """
         logits = torch.empty(0)
-        for first in range(0, len(positions), PREFILL_CHUNK):
-            chunk = positions[first : first + PREFILL_CHUNK]
+        for first in range(0, len(new), PREFILL_CHUNK):
+            chunk = new[first : first + PREFILL_CHUNK]
             start, stop = chunk[0], chunk[-1] + 1
-            places = torch.tensor(chunk)
+            at = torch.tensor(chunk)
             dense = stop - start == len(chunk)
-            slots: slice | Tensor = slice(start, stop) if dense else places
-            seen = Visibility(places, torch.arange(stop), in_order=dense and start == 0)
+            seen = Visibility(
+                at,
+                torch.arange(stop),
+                in_order=dense and start == 0,
+                places=None if axes is None else axes[:, at],
+            )
+            slots: slice | Tensor = slice(start, stop) if dense else at
             cache = self._form.cache(slot_layers(buffer.tensors, slots, stop))
-            logits = self._call([ids[p] for p in chunk], seen, cache, 1)[-1]
+            logits = self._call([ids[slot] for slot in chunk], seen, cache, 1)[-1]
         return logits
 
     def _call(
@@ -259,10 +299,13 @@ class HFEngine(Engine):
             options["attention_mask"] = torch.ones(1, len(ids), dtype=torch.long)
         if self._keeps_logits:
             options["logits_to_keep"] = keep if isinstance(keep, int) else torch.tensor(list(keep))
+        if self._images is not None:
+            ids, more = self._images.inputs(ids)
+            options |= more
         with torch.inference_mode(), seeing(seen):
             output = self.model(
                 input_ids=torch.tensor([ids]),
-                position_ids=seen.queries[None],
+                position_ids=seen.position_ids,
                 use_cache=cache is not None,
                 **options,
             )
@@ -290,15 +333,19 @@ class HFEngine(Engine):
         """The plain reference: steps left to right, one cache that grows by concatenation."""
         layers = [GrowingLayer() for _ in self._form]
         cache = self._form.cache(layers)
-        logits = torch.empty(0)
+        logits, axes = torch.empty(0), self._places(plan.token_ids)
         for step in plan.steps:
             if isinstance(step, Compute):
-                places = torch.arange(step.target_start, step.target_stop)
-                seen = Visibility(places, torch.arange(step.target_stop))
+                at = torch.arange(step.target_start, step.target_stop)
+                seen = Visibility(
+                    at,
+                    torch.arange(step.target_stop),
+                    places=None if axes is None else axes[:, at],
+                )
                 logits = self._call(list(step.token_ids), seen, cache, 1)[-1]
                 continue
             piece = self._new_buffer(step.num_tokens)
-            place(step, sources, piece, self.rotaries, slot=0)
+            place(step, sources, piece, self.rotaries, slot=0, places=self._moves(axes))
             for layer, part in zip(layers, by_layer(piece.tensors), strict=True):
                 layer.fill(part)
         buffer = self._new_buffer(len(plan.token_ids))
@@ -306,6 +353,67 @@ class HFEngine(Engine):
             for name, tensor in layer.tensors.items():
                 part[name].copy_(tensor)
         return buffer, logits
+
+    # -- positions where images stand ----------------------------------------------------------
+
+    def add_image(
+        self, pixels: Float[Tensor, patches * values], grid: tuple[int, int, int]
+    ) -> tuple[int, ...]:
+        if self._images is None:
+            return super().add_image(pixels, grid)
+        return self._images.add(pixels, grid)
+
+    def place_after(self, token_ids: Sequence[int]) -> int:
+        axes = self._places(token_ids)
+        return len(token_ids) if axes is None else int(axes.max()) + 1
+
+    def movable(self, view: Reuse, plan: Plan) -> bool:
+        """Beside what chunks allow: K/V stay in their slots only if they keep their positions."""
+        axes = self._moves(self._places(plan.token_ids))(view)
+        kept = axes is None or view.moved or torch.equal(*axes)
+        return kept and super().movable(view, plan)
+
+    def _places(self, token_ids: Sequence[int]) -> Tensor | None:
+        """Return positions on three axes; None where they are the slots."""
+        if self._images is None or not has_images(token_ids):
+            return None
+        return self._images.places(token_ids)
+
+    def _moves(self, axes: Tensor | None) -> Places:
+        """Return where the tokens of a view come from and go to, given the target's positions."""
+
+        def moves(view: Reuse) -> tuple[Tensor, Tensor] | None:
+            run = view.run
+            whole = (*layout_token_ids(run.context), *run.token_ids)
+            source = self._places(whole[: run.start + view.source_stop])
+            if axes is None and source is None:
+                return None
+            slots = torch.arange(run.start + view.source_stop).expand(3, -1)
+            first = run.start + view.source_start
+            goal = torch.arange(view.target_start, view.target_stop).expand(3, -1)
+            if axes is not None:
+                goal = axes[:, view.target_start : view.target_stop]
+            return (slots if source is None else source)[:, first:], goal
+
+        return moves
+
+    def _stays(self, axes: Tensor | None, base: KVCache | None) -> Callable[[Reuse], bool]:
+        """Return whether what `base` holds at some slots has the target's positions there."""
+        held = None if base is None else self._places(base.token_ids)
+        if axes is None and held is None:
+            return lambda view: True
+
+        def stays(view: Reuse) -> bool:
+            part = slice(view.target_start, view.target_stop)
+            ours, theirs = (
+                torch.arange(view.target_start, view.target_stop).expand(3, -1)
+                if places is None
+                else places[:, part]
+                for places in (axes, held)
+            )
+            return torch.equal(ours, theirs)
+
+        return stays
 
     def _new_buffer(self, num_tokens: int) -> Buffer:
         return Buffer.allocate(self.spec, num_tokens, self.model.dtype)

@@ -64,7 +64,7 @@ class _Call:
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor] | None:
         """Return raw cosines and sines `[tokens, width]`; None if that is not what comes."""
         # the first position shows which is which: no angle has a sine there
-        asked = torch.cat([torch.zeros(1, dtype=positions.dtype), positions])
+        asked = torch.nn.functional.pad(positions, (1, 0))
 
         def changed(value: Any) -> Any:
             if not isinstance(value, Tensor):
@@ -72,14 +72,15 @@ class _Call:
             if value.is_floating_point():
                 return torch.zeros(1, dtype=torch.float32)
             if value.shape[-1:] == (self.num_tokens,):
-                return asked.expand(*value.shape[:-1], len(asked))
+                axes = asked if asked.dim() == 1 else asked.unsqueeze(1)
+                return axes.expand(*value.shape[:-1], asked.shape[-1])
             return value
 
         with torch.inference_mode():
             found = self.module(
                 *map(changed, self.args), **{k: changed(v) for k, v in self.kwargs.items()}
             )
-        pair = _pair(found, len(asked))
+        pair = _pair(found, asked.shape[-1])
         if pair is None:
             return None
         cos, sin = pair if not pair[1][0].any() else (pair[1], pair[0])

@@ -205,7 +205,7 @@ class Planner:
         if not engine.spec.chunk_size:
             return plan
         note = f"chunks_of_{engine.spec.chunk_size}:moved_part:computed"
-        return plan_without(plan, lambda view: not engine.movable(view), note)
+        return plan_without(plan, lambda view: not engine.movable(view, plan), note)
 
     def matches(self, prompt: TokenizedPrompt, live: Live) -> tuple[Match, ...]:
         """Align the live tokens with a prompt."""

@@ -248,7 +248,9 @@ def test_a_move_across_a_chunk_is_refused_and_one_by_a_whole_chunk_is_not() -> N
         target_ids = (*ids[:target], *segment.run.token_ids, *ids[:3])
         return plan_compose(target_ids, [Splice("s", segment.run, 0, size, target)])
 
-    with pytest.raises(PlanError, match=f"attends in chunks of {CHUNK}") as caught:
+    with pytest.raises(
+        PlanError, match=f"attends in chunks of {CHUNK}, and only multiples"
+    ) as caught:
         whole.execute(splice(CHUNK + 1), segments=[segment])
     assert "compute them instead" in caught.value.hint
     found = whole.execute(splice(CHUNK), segments=[segment])
