@@ -158,7 +158,7 @@ def mask_reference(engine: Engine, layout: Layout) -> Float[Tensor, " vocab"]:
         visible[row.first : stop, row.first : stop] = torch.ones(
             len(row.token_ids), len(row.token_ids), dtype=torch.bool
         ).tril()
-    positions -= min(0, int(positions.min()))
+    engine.check_length(int(positions.max() - positions.min().clamp(max=0)) + 1, "the reference")
     return engine.masked_forward(token_ids, positions, visible, [target])[0]
 
 

@@ -22,7 +22,7 @@ import kvnotes
 from kvnotes.engine.base import Engine, Execution, engine_versions
 from kvnotes.errors import UnsupportedModelError
 from kvnotes.fidelity import LOAD_TOLERANCE, compare, mask_reference
-from kvnotes.plan import Match, Plan, Splice, plan_compose, plan_keep
+from kvnotes.plan import Match, Plan, Splice, plan_compose, plan_keep, plan_without
 from kvnotes.rope import Rotary
 from kvnotes.settings import load_settings, make_private
 
@@ -37,6 +37,9 @@ NUM_TAIL = 6
 
 CONTROL_FACTOR = 1000.0
 """How much worse a splice without rotation must be in float32: else the gate proves nothing."""
+
+EXACT_ALLOWED = 1e-4
+"""Tolerances up to this leave room for `CONTROL_FACTOR`; rounding in half precision does not."""
 
 GAP_FLOOR = 1e-7
 """Gaps below this count as this: rounding of the logits themselves."""
@@ -91,8 +94,17 @@ class Scorecard:
 
     @property
     def passed(self) -> bool:
-        """Whether everything is exact."""
-        return all(row.passed for row in self.rows)
+        """Whether everything is exact, and the comparison can tell."""
+        return all(row.passed for row in self.rows) and self.telling
+
+    @property
+    def telling(self) -> bool:
+        """Whether a splice that is not rotated is found to be wrong."""
+        if self.control is None:
+            return True
+        exact = all(row.allowed <= EXACT_ALLOWED for row in self.rows)
+        factor = CONTROL_FACTOR if exact else 1.0
+        return self.control > factor * max(self.worst, GAP_FLOOR)
 
     def require(self) -> None:
         """Refuse the model if a gap is above its tolerance.
@@ -101,8 +113,15 @@ class Scorecard:
             UnsupportedModelError: Names the case, its gap and what is allowed.
         """
         failed = [row for row in self.rows if not row.passed]
-        if not failed:
+        if not failed and self.telling:
             return
+        if not failed:
+            raise UnsupportedModelError(
+                f"on model type {self.model_type!r} a splice without rotation is off by "
+                f"{self.control:.1e} of the logit scale, one with it by {self.worst:.1e}: the gate "
+                "cannot tell them apart",
+                hint="load the model in float32, where rounding hides nothing",
+            )
         named = "; ".join(
             f"{row.case} of {row.num_tokens} tokens by {row.gap:.1e}" for row in failed[:3]
         )
@@ -146,10 +165,9 @@ def check_gate(engine: Engine) -> Scorecard:
 
 def _lengths(engine: Engine) -> list[int]:
     """The short length, and one past every window and chunk that the model's context has."""
-    spec = engine.spec
-    short = min(NUM_SHORT, spec.max_positions)
-    windows = {layer.window for layer in spec.layers if layer.window}
-    return [short, *sorted(min(w + NUM_BEYOND, spec.max_positions) for w in windows)]
+    longest = engine.spec.max_positions - 1  # an edit adds a token
+    windows = {layer.window for layer in engine.spec.layers if 0 < layer.window < longest}
+    return [min(NUM_SHORT, longest), *sorted(min(w + NUM_BEYOND, longest) for w in windows)]
 
 
 def _round(engine: Engine, length: int) -> Iterator[GateRow]:
@@ -197,9 +215,8 @@ def _edits(engine: Engine, spliced: Execution, *, long: bool) -> Iterator[tuple[
     cut = _Edit((*ids[:4], *ids[5:]), (Match(0, 0, 4), Match(5, 4, size - 5)))
     grown = _Edit((*ids[:3], new, new, *ids[4:]), (Match(0, 0, 3), Match(4, 5, size - 4)))
     cases = {"recompute": same, "delete": cut, "longer": grown}
-    if long:  # tokens may not move by one across the border of a chunk
-        chunked = bool(engine.spec.chunk_size)
-        cases = {"edits": same if chunked else replace(grown, notes=notes)}
+    if long:
+        cases = {"edits": replace(grown, notes=notes)}
     for case, edit in cases.items():
         plan = plan_keep(
             spliced.cache.layout,
@@ -208,8 +225,12 @@ def _edits(engine: Engine, spliced: Execution, *, long: bool) -> Iterator[tuple[
             strategy="selective",
             recompute=edit.notes,
         )
-        if all(engine.movable(view, plan) for view in plan.layout):
-            yield case, engine.execute(plan, base=spliced.cache)
+        plan = _without_unmovable(engine, plan)
+        yield case, engine.execute(plan, base=spliced.cache)
+
+
+def _without_unmovable(engine: Engine, plan: Plan) -> Plan:
+    return plan_without(plan, lambda view: not engine.movable(view, plan), "unmovable")
 
 
 @dataclass(frozen=True, slots=True)

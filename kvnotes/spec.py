@@ -15,9 +15,9 @@ from typing import Literal
 
 from kvnotes.errors import SpecMismatchError
 
-LayerKind = Literal["full", "sliding", "chunked", "latent", "none"]
+LayerKind = Literal["full", "sliding", "chunked", "latent"]
 """What a layer keeps and sees: all tokens; the last `window`; those of its own chunk; all tokens
-as one latent vector with a rotated part beside it; nothing, because it reads another layer's."""
+as one latent vector with a rotated part beside it."""
 
 Pairing = Literal["half", "interleaved"]
 TensorName = Literal["keys", "values", "index"]
@@ -54,12 +54,13 @@ class LayerSpec:
 
     Args:
         kind: What it sees of earlier tokens.
-        num_kv_heads: Heads of keys and values; 0 where it keeps nothing.
+        num_kv_heads: Heads of keys and values.
         head_dim: Width of a key.
         value_dim: Width of a value; None is that of a key.
         index_dim: Width of an indexer's key, 0 where there is none.
         moves: Tensors that carry positions, each with its entry in `ModelSpec.ropes`.
-        window: Tokens that a sliding layer sees, the own one included; size of a chunk.
+        window: Tokens that a sliding layer sees, the own one included; size of a chunk; tokens
+            that an indexer chooses. 0: all.
     """
 
     kind: LayerKind
@@ -88,7 +89,7 @@ class ModelSpec:
 
     Args:
         model_type: The architecture's name.
-        layers: One entry per layer.
+        layers: One entry per layer that caches something.
         num_attention_heads: Query heads.
         hidden_size: Width of the residual stream.
         vocab_size: Number of logits.
@@ -115,7 +116,7 @@ class ModelSpec:
 
     @property
     def num_layers(self) -> int:
-        """Number of decoder layers."""
+        """Number of layers that cache something."""
         return len(self.layers)
 
     @property

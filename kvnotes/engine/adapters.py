@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +74,12 @@ def merged(model: Any, folder: Path) -> Any:
             f"{folder} is an adapter, and peft, which applies it, is not installed",
             hint='pip install "kvnotes[adapters]"',
         ) from error
+    adapter_digest(folder)  # what has none of its own files is refused before peft looks for others
     try:
-        return PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
+        with warnings.catch_warnings():
+            # adapters whose weights are not found are left out with no more than a warning
+            warnings.filterwarnings("error", message="Found missing adapter keys")
+            return PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
     except Exception as error:  # third-party code: whatever it is, the adapter is not applied
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise EngineError(

@@ -199,7 +199,8 @@ class Engine(ABC):
     ) -> Float[Tensor, "rows vocab"]:
         """One forward without any cache, each token seeing what `visible` says: the oracle.
 
-        Windows and chunks of the model hide more of it, by position.
+        Windows and chunks of the model hide more of it, by position. What stood before a moved
+        token may have a negative one.
         """
 
     @abstractmethod

@@ -32,6 +32,14 @@ ANGLE_ROUNDING = 2.0**-22
 """Added to the tolerance for each position moved: models round angles to float32, so K/V far
 from the start are off by about this much of themselves."""
 
+SURE_SHARE = 0.02
+"""Share of the tolerance below which an explanation needs no rival: that of float32 tables is a
+thousandth. In half precision, rounding of deeper layers is as large as a wrong explanation of
+keys that hardly turn, and the best one is taken."""
+
+CLEARLY = 1.5
+"""How much better another rotation must be than none, or than one that other layers have."""
+
 SHARP = 0.2
 """Largest share of the tolerance just below a limit that the probe finds: queries and tables
 that change there leave nothing below it, and what drifts is exact nowhere."""
@@ -43,16 +51,45 @@ DEFAULT_MAX_POSITIONS = 1 << 17
 """Longest context of a model that states none."""
 
 CONSTANTS = (
+    "activation_function",
+    "attention_k_eq_v",
     "attention_multiplier",
+    "attn_logit_softcapping",
+    "attn_scale",
+    "attn_temperature_tuning",
+    "clip_qkv",
+    "dim_model_base",
     "embedding_multiplier",
+    "experts_per_token",
+    "final_logit_softcapping",
+    "floor_scale",
     "hidden_act",
     "hidden_activation",
+    "index_topk",
     "layer_norm_eps",
+    "layer_norm_epsilon",
     "logit_scale",
     "logits_scaling",
+    "moe_k",
+    "moe_topk",
+    "n_group",
     "norm_eps",
+    "norm_topk_prob",
+    "num_experts_per_tok",
+    "num_kv_shared_layers",
+    "query_pre_attn_scalar",
     "residual_multiplier",
     "rms_norm_eps",
+    "rope_interleave",
+    "routed_scaling_factor",
+    "scale_depth",
+    "scale_emb",
+    "scoring_func",
+    "swiglu_limit",
+    "topk_group",
+    "topk_method",
+    "use_parallel_residual",
+    "use_qk_norm",
 )
 """Part of a model's identity beside shapes and weights."""
 
@@ -106,6 +143,7 @@ def discover(model: Any, form: CacheForm, forward: Forward) -> Discovery:
     probe = _Probe(model, form, forward)
     near = probe.near
     search = _Search(probe.tables, probe.distance)
+    num_chosen = _integer(probe.config, "index_topk", 0)
     layers = []
     for index, (own, held, far) in enumerate(
         zip(form, near, probe.at(probe.distance), strict=True)
@@ -117,7 +155,7 @@ def discover(model: Any, form: CacheForm, forward: Forward) -> Discovery:
                 raise unsupported(model, probe.why_unexplained(index, name, search.best))
             if rope != STILL:
                 moves.append((name, rope))
-        layers.append(_layer_spec(own, held, tuple(moves)))
+        layers.append(_layer_spec(own, held, tuple(moves), num_chosen))
     rotaries = tuple(search.found)
     config = probe.config
     limit, reason = probe.limit(layers, rotaries)
@@ -172,26 +210,28 @@ class _Search:
 
         `best` is the least error that was found then.
         """
-        self.best = gap(near, far)
-        if self.best <= allowed:
-            return STILL
-        for index, rotary in enumerate(self.found):
-            if self._error(near, far, rotary) <= allowed:
-                return index
-        for candidate in self._tables:
-            for rotary in _rotaries(candidate, near.shape[2]):
-                if self._error(near, far, rotary) <= allowed:
-                    self.found.append(rotary)
-                    return len(self.found) - 1
-        return None
+        still = self.best = gap(near, far)
+        known = [self._error(near, far, rotary) for rotary in self.found]
+        sure = SURE_SHARE * allowed
+        if min([still, *known]) > sure:
+            new = [
+                (self._error(near, far, rotary), rotary)
+                for candidate in self._tables
+                for rotary in _rotaries(candidate, near.shape[2])
+            ]
+            error, rotary = min(new, key=lambda item: item[0], default=(float("inf"), None))
+            if rotary is not None and CLEARLY * error < min([still, *known]):
+                self.found.append(rotary)
+                known.append(error)
+        self.best = min([still, *known])
+        if self.best > allowed:
+            return None
+        return STILL if still == self.best else known.index(self.best)
 
     def _error(self, near: Tensor, far: Tensor, rotary: Rotary) -> float:
         if rotary.spec.start + rotary.spec.rotary_dim > near.shape[2]:
             return float("inf")
-        moved = move_keys(near, self._source, self._source + self._distance, rotary)
-        error = gap(moved, far)
-        self.best = min(self.best, error)
-        return error
+        return gap(move_keys(near, self._source, self._source + self._distance, rotary), far)
 
 
 def _rotaries(candidate: Candidate, width: int) -> list[Rotary]:
@@ -344,7 +384,10 @@ def _stated_limit(config: Any) -> tuple[int, str]:
 
 
 def _layer_spec(
-    own: CachingLayer, held: Held, moves: tuple[tuple[TensorName, int], ...]
+    own: CachingLayer,
+    held: Held,
+    moves: tuple[tuple[TensorName, int], ...],
+    num_chosen: int,
 ) -> LayerSpec:
     keys, values = held["keys"], held["values"]
     kind: LayerKind = "full"
@@ -359,7 +402,7 @@ def _layer_spec(
         None if values.shape[2] == keys.shape[2] else values.shape[2],
         held["index"].shape[2] if "index" in held else 0,
         moves,
-        own.window,
+        own.window or (num_chosen if "index" in held else 0),
     )
 
 

@@ -88,7 +88,8 @@ class HFEngine(Engine):
         )
         self.cost = measure_cost(spec, self.rotaries, model.dtype, passes)
         self._pool = BufferPool(spec, model.dtype)
-        self._depth = max(1, round(NOTE_DEPTH_SHARE * spec.num_layers))
+        deepest = spec.num_layers - 1
+        self._depth = min(max(1, round(NOTE_DEPTH_SHARE * spec.num_layers)), deepest)
 
     def compile(self, token_ids: Sequence[int], preamble_ids: Sequence[int] = ()) -> KVSegment:
         ids, preamble = tuple(token_ids), tuple(preamble_ids)
@@ -197,7 +198,8 @@ class HFEngine(Engine):
         with suppress(StopForward):
             self._call(new, seen, self._form.cache(layers), 1)
         # what carries no position: the same token has the same there, wherever it stands
-        name: TensorName = "keys" if self.spec.layers[self._depth].kind == "latent" else "values"
+        moves = self.spec.layers[self._depth].rope_of("values") is not None
+        name: TensorName = "keys" if moves else "values"
         fresh = layers[self._depth].fresh[name]
         held = cache.buffer.tensors[name][self._depth]
         scores: list[tuple[int, float]] = []
@@ -222,10 +224,12 @@ class HFEngine(Engine):
         visible: Bool[Tensor, "tokens tokens"],
         rows: Sequence[int],
     ) -> Float[Tensor, "rows vocab"]:
-        axes = None
+        places = positions - positions.min().clamp(max=0)
         if has_images(token_ids) and self._images is not None:
-            axes = self._images.row_places(token_ids, positions, visible, rows[-1])
-        seen = Visibility(positions, positions, visible, places=axes)
+            places = self._images.row_places(token_ids, positions, visible, rows[-1])
+        if self.spec.chunk_size:  # what was moved to before the start shared the first chunk
+            positions = positions.clamp(min=0)
+        seen = Visibility(positions, positions, visible, places=places)
         return self._call(list(token_ids), seen, None, rows)
 
     def own_forward(self, token_ids: Sequence[int]) -> Float[Tensor, " vocab"]:
@@ -233,7 +237,8 @@ class HFEngine(Engine):
         self.model.set_attn_implementation(self._own_attention)
         try:
             with torch.inference_mode():
-                output = self.model(input_ids=torch.tensor([list(token_ids)]))
+                keep = {"logits_to_keep": 1} if self._keeps_logits else {}
+                output = self.model(input_ids=torch.tensor([list(token_ids)]), **keep)
         finally:
             self.model.set_attn_implementation(ours)
         logits: Tensor = output.logits[0, -1].float()

@@ -35,19 +35,21 @@ class Visibility:
         keys: Position of each token that stands in the cache after them.
         allowed: What they may see at most, beside what the model's own mask hides; None: all.
         in_order: The new tokens are the first ones, in order, and there are no others.
-        places: Positions on three axes of the new tokens, where images stand among them.
+        places: What the model is given as positions of the new tokens, where that differs: on
+            three axes, if images stand among them.
     """
 
     queries: Int[Tensor, " queries"]
     keys: Int[Tensor, " keys"]
     allowed: Bool[Tensor, "queries keys"] | None = None
     in_order: bool = False
-    places: Int[Tensor, "3 queries"] | None = None
+    places: Int[Tensor, "*axes queries"] | None = None
 
     @property
     def position_ids(self) -> Tensor:
         """What the model is given, with its batch of one."""
-        return self.queries[None] if self.places is None else self.places[:, None]
+        places = self.queries if self.places is None else self.places
+        return places[None] if places.dim() == 1 else places[:, None]
 
     def __post_init__(self) -> None:
         if self.allowed is None:

@@ -63,6 +63,8 @@ _MANIFEST = "kvnotes.json"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
+_FLOATS = ("F64", "F32", "F16", "BF16")
+"""Weights that are loaded in the dtype that is asked for; others stay as they are stored."""
 _SPARE_NBYTES = 32 << 20
 """Room beside the weights for the tokenizer and the small files."""
 
@@ -124,6 +126,11 @@ def resolve_model(name: str, *, progress: Progress | None = None) -> ResolvedMod
         return ResolvedModel(folder, name, "embedded")
     path = Path(name).expanduser()
     if name and path.is_dir() and is_adapter(path):
+        if is_adapter(Path(base_of(path)).expanduser()):
+            raise UnsupportedModelError(
+                f"{path} is an adapter on {base_of(path)}, which is one itself",
+                hint="merge the first adapter into its model, and save that",
+            )
         base = resolve_model(base_of(path), progress=progress)
         return replace(base, name=path.resolve().name, adapter=path)
     if name and path.is_dir():
@@ -212,9 +219,11 @@ def memory_of(resolved: ResolvedModel, dtype: str) -> tuple[int, int]:
         SegmentFormatError: A file of them is damaged.
         UnsupportedModelError: They are not safetensors.
     """
-    entries = read_tensor_entries(resolved.path)
     itemsize = 4 if dtype == "float32" else 2
-    needed = sum(math.prod(entry.shape) for entry in entries) * itemsize
+    needed = sum(
+        math.prod(entry.shape) * itemsize if entry.dtype in _FLOATS else entry.stop - entry.start
+        for entry in read_tensor_entries(resolved.path)
+    )
     return needed, psutil.virtual_memory().available
 
 

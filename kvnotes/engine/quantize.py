@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from importlib.metadata import version
 from typing import Any
 
 from kvnotes.errors import EngineError, nearest
@@ -54,7 +55,8 @@ def quantize(model: Any, name: str) -> str:
             f"torchao cannot quantize this model to {name}: {error}",
             hint="use another quantization, or none",
         ) from error
-    return f"torchao:{name}"
+    group = f" group {INT4_GROUP}" if name == "int4" else ""
+    return f"torchao {version('torchao')} {name}{group}"
 
 
 def stored_quantization(model: Any) -> str:

@@ -23,8 +23,9 @@ Columns = Callable[[Tensor], Tensor]
 FACTOR_DIGITS = 6
 """Digits of the factor on cosines and sines that count: it is measured on float32 tables."""
 
-FREQUENCY_BITS = 20
-"""Bits of a frequency that count where no buffer holds it: what a measured angle is good for."""
+FREQUENCY_BITS = 12
+"""Bits of an angle that count where no buffer holds the frequency: far from what another sine
+library changes."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,7 @@ def _of_call(model: Any, call: _Call) -> Iterator[Candidate]:
             cos, sin = found
             return columns(cos).clone(), columns(sin).clone()
 
-        yield _candidate(table, kind, _frequencies(call))
+        yield _candidate(table, kind, _frequencies(call), _factor(call))
 
 
 def _of_buffers(model: Any) -> Iterator[Candidate]:
@@ -169,7 +170,7 @@ def _of_buffers(model: Any) -> Iterator[Candidate]:
         ) -> tuple[Tensor, Tensor]:
             return cosines[positions], sines[positions]
 
-        yield _candidate(table, "default", [])
+        yield _candidate(table, "default", [], 1.0)
         return
 
 
@@ -185,10 +186,12 @@ def _same(one: tuple[Tensor, ...], other: tuple[Tensor, ...]) -> bool:
     return all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-def _candidate(table: RotaryTable, kind: str, held: list[Tensor]) -> Candidate:
+def _candidate(
+    table: RotaryTable, kind: str, held: list[Tensor], factor: float | None
+) -> Candidate:
     cos, sin = (part[0].double() for part in table(torch.ones(1, dtype=torch.long)))
-    length = torch.sqrt(cos**2 + sin**2)
-    factor = round(float(length.max()), FACTOR_DIGITS)
+    if factor is None:
+        factor = round(float(torch.sqrt(cos**2 + sin**2).max()), FACTOR_DIGITS)
     return Candidate(table, 2 * len(cos), kind, _digest(torch.atan2(sin, cos), held), factor)
 
 
@@ -214,6 +217,15 @@ def _frequencies(call: _Call) -> list[Tensor]:
     ]
     wanted = f"{call.layer_type}_inv_freq"
     return [buffer for _, buffer in sorted(held, key=lambda item: item[0] != wanted)]
+
+
+def _factor(call: _Call) -> float | None:
+    """Return what a module says it multiplies cosines and sines by, its layer type's first."""
+    for name in (f"{call.layer_type}_attention_scaling", "attention_scaling"):
+        value = getattr(call.module, name, None)
+        if isinstance(value, (int, float)):
+            return float(value)
+    return None
 
 
 def _kind(model: Any, layer_type: str) -> str:

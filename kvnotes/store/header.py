@@ -20,7 +20,7 @@ import kvnotes
 from kvnotes.errors import SegmentFormatError
 from kvnotes.plan import Run
 from kvnotes.plan.lineage import digest_run
-from kvnotes.spec import ModelIdentity
+from kvnotes.spec import ModelIdentity, ModelSpec
 from kvnotes.store.container import ITEMSIZE
 from kvnotes.store.untrusted import DAMAGED, bounded_json, check_cost, problem, quoted, texts
 
@@ -182,9 +182,7 @@ class SegmentHeader(_Part):
         kinds = tuple(layer.kind for layer in self.identity.spec.layers)
         if self.layer_kinds != kinds:
             yield f"its layer_kinds {self.layer_kinds[:3]} differ from the model's {kinds[:3]}"
-        ropes = len(self.identity.spec.ropes)
-        if any(not 0 <= rope < ropes for x in self.identity.spec.layers for _, rope in x.moves):
-            yield f"its layers move by rotary embeddings that it has not: it has {ropes}"
+        yield from _layer_contradictions(self.identity.spec)
         if not all(text.isprintable() for text in texts(asdict(self.identity))):
             yield "its model is described with characters that cannot be printed"
         yield from self._payload_contradictions()
@@ -352,6 +350,24 @@ def make_header(
             f"the segment cannot be stored: {problem(error)}",
             hint="docs/format.md says what a header may hold",
         ) from error
+
+
+def _layer_contradictions(spec: ModelSpec) -> Iterator[str]:
+    """Yield what no layer of a model can be."""
+    for number, layer in enumerate(spec.layers):
+        sizes = (layer.num_kv_heads, layer.head_dim, layer.value_dim or 1)
+        if min(sizes) < 1 or min(layer.index_dim, layer.window) < 0:
+            yield f"layer {number} has sizes that none can have: {sizes}"
+            return
+        for name, index in layer.moves:
+            if not 0 <= index < len(spec.ropes):
+                yield f"layer {number} moves by a rotary embedding that it has not: {index}"
+                return
+            rope = spec.ropes[index]
+            width = layer.shape(name, 1)[2]
+            if rope.start < 0 or rope.rotary_dim < 1 or rope.start + rope.rotary_dim > width:
+                yield f"layer {number} turns dimensions that its {name} have not"
+                return
 
 
 def tensor_shapes(

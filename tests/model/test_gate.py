@@ -30,7 +30,15 @@ from kvnotes.engine import execute, masks
 from kvnotes.engine.models import DTYPES
 from kvnotes.errors import OutOfCacheError, PlanError, UnsupportedModelError
 from kvnotes.fidelity import LOAD_TOLERANCE, MECHANICAL_TOLERANCE, mask_reference
-from kvnotes.gate import CONTROL_FACTOR, NUM_BEYOND, GateRow, Scorecard, check_gate, run_gate
+from kvnotes.gate import (
+    CONTROL_FACTOR,
+    NUM_BEYOND,
+    NUM_SHORT,
+    GateRow,
+    Scorecard,
+    check_gate,
+    run_gate,
+)
 from kvnotes.plan import Match, Plan, Splice, plan_compose, plan_keep
 
 GAP = MECHANICAL_TOLERANCE["float32"]
@@ -282,3 +290,30 @@ def test_a_prompt_beyond_the_range_of_a_table_is_refused_with_the_reason() -> No
     whole.prefill(tokens(40))
     with pytest.raises(OutOfCacheError, match="tables change with the length"):
         whole.prefill(tokens(41))
+
+
+def test_a_deletion_in_the_first_chunk_of_a_longer_prompt_has_its_reference() -> None:
+    whole = engine_of(tiny_model("llama4_text"))
+    cache = whole.prefill(tokens(2 * CHUNK)).cache
+    ids = (*cache.token_ids[:2], *cache.token_ids[3:])
+    matches = (Match(0, 0, 2), Match(3, 2, CHUNK - 3))
+    plan = plan_keep(cache.layout, matches, Plan.prefill(ids), strategy="refresh")
+    found = whole.execute(plan, base=cache)
+    assert relative_gap(found.last_logits(), mask_reference(whole, found.cache.layout)) < GAP
+
+
+def test_a_window_that_never_takes_effect_costs_nothing() -> None:
+    model = tiny_model("mistral")
+    model.config.sliding_window = 1 << 18
+    card = run_gate(engine_of(model))
+    card.require()
+    assert max(row.num_tokens for row in card.rows) == NUM_SHORT + 1
+
+
+def test_a_gate_that_cannot_tell_is_no_proof() -> None:
+    card = run_gate(engine())
+    assert card.passed and card.control is not None
+    blind = replace(card, control=CONTROL_FACTOR * card.worst / 2)
+    assert not blind.passed
+    with pytest.raises(UnsupportedModelError, match="cannot tell them apart"):
+        blind.require()

@@ -111,8 +111,8 @@ def test_a_header_that_contradicts_itself_is_refused(path: str, value: Any, mess
         ({"layers": []}, "layer_kinds"),
         ({"layers__0__kind": "latent"}, "layer_kinds"),
         ({"layers__0__head_dim": 4}, "they differ at number 0"),
-        ({"layers__0__head_dim": 0}, "they differ at number 0"),
-        ({"layers__0__num_kv_heads": -1}, "they differ at number 0"),
+        ({"layers__0__head_dim": 0}, "sizes that none can have"),
+        ({"layers__0__num_kv_heads": -1}, "sizes that none can have"),
         ({"max_positions": 4}, "longer than the context of its model"),
         ({"max_positions": -1}, "longer than the context of its model"),
         ({"vocab_size": 28}, "outside of the vocabulary of 28"),
@@ -129,7 +129,10 @@ def test_a_model_that_cannot_have_computed_it_is_refused(
 def test_a_layer_that_moves_by_what_the_model_has_not_is_refused() -> None:
     for index in (1, -1):
         text = of_model(layers__0__moves=[["keys", index]])
-        assert "rotary embeddings that it has not: it has 1" in refusal(text)
+        assert "moves by a rotary embedding that it has not" in refusal(text)
+    for moves in ([["index", 0]], [["values", 0]]):
+        text = of_model(layers__0__moves=moves, layers__0__value_dim=1)
+        assert "turns dimensions that its" in refusal(text)
 
 
 @pytest.mark.parametrize(
