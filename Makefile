@@ -65,6 +65,11 @@ bench: $(READY)
 	$(BIN)/python bench/fidelity.py $(BENCH_ARGS)
 	$(BIN)/python bench/recovery.py --suite capitals12 $(BENCH_ARGS)
 	$(BIN)/python bench/recovery.py --suite all --verify $(BENCH_ARGS)
+	$(BIN)/python bench/store.py $(BENCH_ARGS)
+	$(BIN)/python bench/tools.py $(BENCH_ARGS)
+	$(BIN)/python bench/images.py $(BENCH_ARGS)
+	$(BIN)/python bench/predict.py $(BENCH_ARGS)
+	$(BIN)/python bench/lint.py
 	$(BIN)/python bench/report.py
 	$(BIN)/python docs/pictures.py
 

@@ -30,6 +30,7 @@ def main() -> None:
         ("recovery", _recovery),
         ("store", _store),
         ("tools", _tools),
+        ("images", _images),
         ("predict", _predict),
         ("lint", _lint),
     ):
@@ -339,6 +340,39 @@ def _tools(result: dict[str, Any]) -> str:
         + f"\nA tool is retracted and what it was for is asked, {back['num_questions']} questions: "
         "how often it is chosen all the same, here and by a full prefill of the same tokens.\n\n"
         + _table(["retracted by", "still chosen", "still chosen by a full prefill"], rows)
+    )
+
+
+def _images(result: dict[str, Any]) -> str:
+    rows = [
+        [
+            f"{r['patches']} ({r['tokens']} tokens)",
+            _ms(r["full"]),
+            _ms(r["image computed, tower too"]),
+            _ms(r["image computed"]),
+            _ms(r["image spliced"]),
+            f"**{r['saved']:.1f}x**",
+            f"{r['gap']:.1e}",
+        ]
+        for r in result["rows"]
+    ]
+    return (
+        f"## Images, {result['machine']['dtype']}\n\n{_machine(result)}\n"
+        f"A conversation of {result['before']} cached tokens, an image, {result['new']} new "
+        "tokens; the image was compiled for another conversation. `gap`: to a masked forward, of the logit "
+        "scale.\n\n"
+        + _table(
+            [
+                "patches",
+                "everything computed ms",
+                "image and vision tower ms",
+                "image, tower remembered ms",
+                "spliced ms",
+                "saved",
+                "gap",
+            ],
+            rows,
+        )
     )
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
+from kvnotes.errors import KVNotesError
+
 if TYPE_CHECKING:
     from kvnotes.engine.base import SamplingParams
     from kvnotes.library import Library, Skill
@@ -52,6 +54,7 @@ _HOMES = {
 __all__ = [
     "ErratumStyle",
     "Field",
+    "KVNotesError",
     "KVStore",
     "Library",
     "Message",

@@ -1,6 +1,6 @@
 """The gate: proof, per model, that moving and recomputing K/V are exact.
 
-Owns what is compared at which lengths, the scorecard, and where it is remembered. Every
+Owns what is compared at which lengths, the report, and where it is remembered. Every
 case is judged by a forward that shares no cache, no rotation and no executor with it.
 """
 
@@ -44,7 +44,7 @@ EXACT_ALLOWED = 1e-4
 GAP_FLOOR = 1e-7
 """Gaps below this count as this: rounding of the logits themselves."""
 
-SCORECARD_VERSION = 1
+REPORT_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class GateRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Scorecard:
+class GateReport:
     """What the gate found out about one model.
 
     Args:
@@ -99,12 +99,15 @@ class Scorecard:
 
     @property
     def telling(self) -> bool:
-        """Whether a splice that is not rotated is found to be wrong."""
-        if self.control is None:
+        """Whether a splice that is not rotated is found to be wrong.
+
+        Asked in float32 alone: a few tokens moved by a few positions differ by less than
+        rounding in half precision. There the proof of the rotation is the probe at load,
+        which compares K/V themselves, and far apart.
+        """
+        if self.control is None or any(row.allowed > EXACT_ALLOWED for row in self.rows):
             return True
-        exact = all(row.allowed <= EXACT_ALLOWED for row in self.rows)
-        factor = CONTROL_FACTOR if exact else 1.0
-        return self.control > factor * max(self.worst, GAP_FLOOR)
+        return self.control > CONTROL_FACTOR * max(self.worst, GAP_FLOOR)
 
     def require(self) -> None:
         """Refuse the model if a gap is above its tolerance.
@@ -133,10 +136,10 @@ class Scorecard:
         )
 
 
-def run_gate(engine: Engine) -> Scorecard:
+def run_gate(engine: Engine) -> GateReport:
     """Compare splices and edits with masked forwards, at the lengths that the spec asks for."""
     rows = [row for length in _lengths(engine) for row in _round(engine, length)]
-    return Scorecard(
+    return GateReport(
         engine.spec.model_type,
         engine.fingerprint,
         tuple(rows),
@@ -145,8 +148,8 @@ def run_gate(engine: Engine) -> Scorecard:
     )
 
 
-def check_gate(engine: Engine) -> Scorecard:
-    """Return the scorecard of a model: the one that is remembered, or a new one.
+def check_gate(engine: Engine) -> GateReport:
+    """Return the report of a model: the one that is remembered, or a new one.
 
     Raises:
         UnsupportedModelError: A gap is above its tolerance.
@@ -281,25 +284,25 @@ def _path(engine: Engine) -> Path:
     return load_settings().home / "gates" / f"{engine.fingerprint}.json"
 
 
-def _remembered(engine: Engine) -> Scorecard | None:
-    """Return the scorecard that these very versions have made."""
+def _remembered(engine: Engine) -> GateReport | None:
+    """Return the report that these very versions have made."""
     try:
         facts = json.loads(_path(engine).read_text(encoding="utf-8"))
-        if facts.pop("version") != SCORECARD_VERSION:
+        if facts.pop("version") != REPORT_VERSION:
             return None
         facts["rows"] = tuple(GateRow(**row) for row in facts["rows"])
         facts["versions"] = tuple((name, version) for name, version in facts["versions"])
-        found = Scorecard(**facts)
+        found = GateReport(**facts)
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
     current = replace(found, fingerprint=engine.fingerprint, versions=_versions())
     return found if found == current and found.rows and found.passed else None
 
 
-def _remember(found: Scorecard) -> None:
-    """Keep a scorecard; a folder that cannot be written costs time, not correctness."""
+def _remember(found: GateReport) -> None:
+    """Keep a report; a folder that cannot be written costs time, not correctness."""
     folder = load_settings().home / "gates"
-    text = json.dumps({"version": SCORECARD_VERSION, **asdict(found)}, indent=1)
+    text = json.dumps({"version": REPORT_VERSION, **asdict(found)}, indent=1)
     with suppress(OSError):
         make_private(folder)
         handle, scratch = tempfile.mkstemp(prefix=".gate-", dir=folder)

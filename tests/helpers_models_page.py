@@ -109,6 +109,10 @@ Weights may be quantized, `kvnotes.load(NAME, quantize="int8")` (`int4`, `float8
 (`pip install "kvnotes[adapters]"`): each is another model to the gate and to every stored segment.
 K/V stay in the model's dtype: a quantized cache that a model's own settings ask for is not used.
 
+Images: Qwen2-VL, Qwen2.5-VL, Qwen3-VL, GLM-4V and PaddleOCR-VL are proved by
+`tests/model/test_images.py` on tiny random models (transformers 5.24); see
+[how it works](how-it-works.md#other-layouts).
+
 {counts}
 
 | model type | verdict | what is cached, and what moves | error | unrotated | cause, or limit |

@@ -112,7 +112,7 @@ class ChatLoop:
         if self._quiet:
             return
         tokens = turn.plan.tokens
-        parts = [f"{tokens.reused:,} tokens reused"]
+        parts = [f"{tokens.reused:,} token{'' if tokens.reused == 1 else 's'} reused"]
         parts += [f"{tokens.moved:,} moved"] if tokens.moved else []
         parts += [f"{tokens.computed:,} computed"]
         parts += [f"{ms(turn.ttft_ms)} ms to the first token"] if turn.ttft_ms else []
@@ -174,8 +174,14 @@ class ChatLoop:
 
     def _verify(self, _: str) -> None:
         done = self.session.verify()
-        agreed = "agrees with" if done.agreed else "differs from"
-        self._say(f"the cache {agreed} a clean prefill of {done.num_checked_tokens:,} tokens")
+        if not done.num_checked_tokens:
+            self._say("everything was computed, or is exact by its lineage: nothing to check")
+            return
+        agreed = "is the same" if done.agreed else "is another"
+        self._say(
+            f"the most likely next token {agreed} as after a clean prefill; the check computed "
+            f"{done.num_checked_tokens:,} tokens"
+        )
 
     def _fork(self, id: str) -> None:
         self.session = self.session.fork(id=id)

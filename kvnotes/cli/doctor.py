@@ -36,6 +36,8 @@ OPTIONAL_PACKAGES = {
     "aiohttp": "stores behind http:// and https://",
     "cryptography": "signed and encrypted segment files",
     "matplotlib": "plots of the benchmarks",
+    "peft": "adapters on top of a model",
+    "torchao": "quantized weights",
 }
 
 LOW_DISK_NBYTES = 1 << 30

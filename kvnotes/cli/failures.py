@@ -105,7 +105,7 @@ def _line(text: str) -> str:
 
 def _usage(error: Exception) -> str:
     text = str(getattr(error, "format_message", lambda: error)())
-    return text.rstrip(".")
+    return " ".join(text.replace("Value error, ", "").split()).rstrip(".")
 
 
 def _is_out_of_memory(error: Exception) -> bool:

@@ -70,7 +70,8 @@ def find_files(library: Library, target: str) -> list[Path]:
     from kvnotes.store import SUFFIX
 
     path = Path(target)
-    if target.endswith(SUFFIX) or ("/" in target and path.exists()):
+    named = "/" in target or path.suffix
+    if target.endswith(SUFFIX) or (named and path.exists()):
         return [path]
     disk = library.store.disk
     assert disk is not None

@@ -81,10 +81,11 @@ def merged(model: Any, folder: Path) -> Any:
             warnings.filterwarnings("error", message="Found missing adapter keys")
             return PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
     except Exception as error:  # third-party code: whatever it is, the adapter is not applied
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        reason = next(iter(str(error).strip().splitlines()), "")
         raise EngineError(
-            f"the adapter in {folder} does not fit the model: {reason}",
-            hint="use the base model that its configuration names",
+            f"peft cannot apply the adapter in {folder}: {type(error).__name__}: {reason}",
+            hint="it is damaged, or made for another model than the one that it names: fetch it "
+            "again, or train it anew",
         ) from error
 
 

@@ -33,7 +33,7 @@ from kvnotes.engine.slots import (
     by_layer,
     slot_layers,
 )
-from kvnotes.errors import EngineError
+from kvnotes.errors import EngineError, UnsupportedModelError
 from kvnotes.plan import Compute, Match, Plan, Reuse, Run, layout_token_ids
 from kvnotes.segment import Buffer, BufferPool, KVCache, KVSegment, Tensors, empty_tensors
 from kvnotes.spec import ModelIdentity, ModelSpec, TensorName
@@ -364,6 +364,12 @@ class HFEngine(Engine):
     def add_image(
         self, pixels: Float[Tensor, patches * values], grid: tuple[int, int, int]
     ) -> tuple[int, ...]:
+        if self._images is None and hasattr(getattr(self.model, "model", None), "get_rope_index"):
+            raise UnsupportedModelError(
+                f"model type {self.spec.model_type!r} takes images, but the installed transformers "
+                "cannot give it features that are there already",
+                hint="upgrade transformers: pip install 'transformers>=5.24,<5.25'",
+            )
         if self._images is None:
             return super().add_image(pixels, grid)
         return self._images.add(pixels, grid)

@@ -178,20 +178,22 @@ def load_model_and_tokenizer(resolved: ResolvedModel, *, dtype: str | None = Non
 
     import torch
     from safetensors import SafetensorError
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     with quiet_transformers():
         with _explained(path, "configuration", UnsupportedModelError):
             config = AutoConfig.from_pretrained(path, **local)
-            if type(config) not in AutoModelForCausalLM._model_mapping:
+            kinds = (AutoModelForCausalLM, AutoModelForImageTextToText)
+            auto = next((kind for kind in kinds if type(config) in kind._model_mapping), None)
+            if auto is None:
                 raise UnsupportedModelError(
                     f"{path} holds a {config.model_type!r} model, which does not generate text",
                     hint="use a causal language model",
                 )
         tokenizer = _read_tokenizer(path)
         with _explained(path, "weights", SegmentFormatError, SafetensorError):
-            model, report = AutoModelForCausalLM.from_pretrained(
+            model, report = auto.from_pretrained(
                 path,
                 config=config,
                 dtype=getattr(torch, dtype),
@@ -294,7 +296,8 @@ def _explained(
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise kind(
             f"transformers cannot read the {part} in {path}: {reason}",
-            hint="fetch the model again, or use one that transformers loads without extra code",
+            hint="kvnotes never runs code that comes with a model: use one that transformers knows "
+            "by itself, or fetch the model again if a file is damaged",
         ) from error
 
 

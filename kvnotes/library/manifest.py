@@ -178,6 +178,10 @@ class _Reader:
 
 
 def _manifest(path: Path) -> Manifest:
+    if not path.parent.is_dir():
+        raise TemplateError(
+            f"there is no folder {path.parent}", hint="give the folder of your skills; " + _DOCS
+        )
     if not path.is_file():
         found = sorted(p.name for p in path.parent.glob("*.md"))[:3] if path.parent.is_dir() else []
         example = _EXAMPLE.replace("refunds.md", found[0]) if found else _EXAMPLE

@@ -178,7 +178,7 @@ def config(text: str) -> Any:
         (
             lambda path: (path / "adapter_model.safetensors").write_bytes(b"x" * 100),
             EngineError,
-            "does not fit",
+            "cannot apply the adapter",
         ),
     ],
 )

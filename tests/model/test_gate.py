@@ -34,8 +34,8 @@ from kvnotes.gate import (
     CONTROL_FACTOR,
     NUM_BEYOND,
     NUM_SHORT,
+    GateReport,
     GateRow,
-    Scorecard,
     check_gate,
     run_gate,
 )
@@ -53,7 +53,7 @@ def home(tmp_path: Path, monkeypatch: Patch) -> Path:
     return tmp_path / "home"
 
 
-def cases(card: Scorecard) -> set[str]:
+def cases(card: GateReport) -> set[str]:
     return {row.case for row in card.rows}
 
 
@@ -200,7 +200,7 @@ def test_a_model_that_has_passed_is_not_measured_again(home: Path, monkeypatch: 
         lambda facts: [],
     ],
 )
-def test_another_scorecard_counts_for_nothing(home: Path, damage: Any) -> None:
+def test_another_report_counts_for_nothing(home: Path, damage: Any) -> None:
     check_gate(engine())
     (file,) = (home / "gates").iterdir()
     good = file.read_text()

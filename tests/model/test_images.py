@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from helpers_images import END_ID, IMAGE_ID, START_ID, TYPES, patches, seeing_engine
 from helpers_models import relative_gap, tokens
 from torch import Tensor
@@ -22,7 +23,12 @@ GAP = MECHANICAL_TOLERANCE["float32"]
 WIDE, TALL, SMALL = (1, 4, 8), (1, 8, 4), (1, 4, 4)
 TEXT = tokens(40)
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of the models, about their processors
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # of the models, about their processors
+    pytest.mark.skipif(
+        transformers.__version__.startswith("5.19."), reason="models take no features there"
+    ),
+]
 
 each = pytest.mark.parametrize("name", TYPES)
 
