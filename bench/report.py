@@ -359,8 +359,8 @@ def _images(result: dict[str, Any]) -> str:
     return (
         f"## Images, {result['machine']['dtype']}\n\n{_machine(result)}\n"
         f"A conversation of {result['before']} cached tokens, an image, {result['new']} new "
-        "tokens; the image was compiled for another conversation. `gap`: to a masked forward, of the logit "
-        "scale.\n\n"
+        "tokens; the image was compiled for another conversation. `gap`: to a masked forward, of "
+        "the logit scale.\n\n"
         + _table(
             [
                 "patches",
