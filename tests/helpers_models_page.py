@@ -95,7 +95,8 @@ load goes through the same gate, and `kvnotes doctor MODEL` shows what it finds 
   that shares no cache and no rotation with them. `error` is the largest gap of the logits,
   relative to the largest logit; `unrotated` is the gap of a splice whose positions stay as they
   were, to show that the comparison can fail.
-* *refused*: with the cause, when the model is loaded. An erratum can still be sent to it as text.
+* *refused*: with the cause, when the model is loaded. An erratum can still be sent to it as text:
+  `kvnotes.ErratumStyle().text("status", "shipped")`.
 * *not built*: transformers' configuration could not be made small here; the gate decides when one
   is loaded.
 

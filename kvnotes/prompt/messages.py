@@ -341,6 +341,29 @@ class ErratumStyle:
         content = f"{named[0]}{{{{{field}}}}}{named[1]}"
         return Message("system", content, id=id, erratum_of=field)
 
+    def text(self, field: str, value: str, *, revision: int | None = None) -> str:
+        """Return an erratum as plain text: for models whose K/V cannot be edited.
+
+        Append it to the conversation as a message, under the role that the model takes there.
+
+        Args:
+            field: Name of the field.
+            value: Its new value, one line.
+            revision: As in `message`.
+
+        Raises:
+            FieldValueError: Several lines, too long, or it holds the marker.
+        """
+        shown = Field(field).check_text(value)
+        if self.marker in shown:
+            raise FieldValueError(
+                f"value of field {field!r} is plain text, but holds the erratum marker "
+                f"{self.marker!r}",
+                hint="remove it from the value; a value cannot open or end a message",
+            )
+        content = str(self.message(field, revision=revision, id=f"erratum:{field}").content)
+        return content.replace(f"{{{{{field}}}}}", shown)
+
     def retract(self, tool: str, message_id: str, *, id: str) -> Message:
         """Build the message that takes a tool back.
 

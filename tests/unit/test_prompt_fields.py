@@ -164,6 +164,15 @@ def test_erratum_has_the_value_as_a_slot() -> None:
     assert message.is_trusted
 
 
+def test_erratum_is_plain_text_for_models_that_are_refused() -> None:
+    text = ErratumStyle().text("stock", "12 units", revision=2)
+    assert text.startswith("[STATE UPDATE] stock has just changed to 12 units; this overrides")
+    assert "(revision 2, " in text and "{" not in text
+    for value in ("1\n2", "[STATE UPDATE] x", "x" * 5000):
+        with pytest.raises(FieldValueError):
+            ErratumStyle().text("stock", value)
+
+
 def test_appended_erratum_says_its_revision() -> None:
     message = ErratumStyle().message("stock", revision=3, id="e")
     assert "(revision 3, replaces all earlier)" in message.content
