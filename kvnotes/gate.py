@@ -52,7 +52,8 @@ class GateRow:
     """One comparison.
 
     Args:
-        case: What was done: `prefill`, `splice`, `recompute`, `delete`, `longer`, `edits`.
+        case: What was done: `prefill`, `splice`, `recompute`, `delete`, `longer`, `edits`; `image`:
+            an image was spliced.
         num_tokens: Length of the prompt.
         gap: Largest difference of the logits, relative to the largest one.
         allowed: Largest gap that is allowed; 0 for a dtype that nobody has measured.
@@ -185,6 +186,10 @@ def _round(engine: Engine, length: int) -> Iterator[GateRow]:
     spliced = _spliced(engine, ids, whole)
     if length == NUM_SHORT or engine.spec.chunk_size:
         yield GateRow("splice", length, _gap(engine, spliced), allowed)
+    image = engine.probe_image() if length == NUM_SHORT else None
+    if image is not None:
+        found = _with_image(engine, ids, image)
+        yield GateRow("image", found.cache.length, _gap(engine, found), allowed)
     for case, edited in _edits(engine, spliced, long=length > NUM_SHORT):
         yield GateRow(case, len(edited.cache.token_ids), _gap(engine, edited), allowed)
 
@@ -206,6 +211,14 @@ def _spliced(engine: Engine, ids: tuple[int, ...], whole: Execution) -> Executio
     ideal = plan_compose(ids, [splice], num_seam_tokens=1)
     plan = plan_keep(whole.cache.layout, [Match(0, 0, place)], ideal, strategy="compose")
     return engine.execute(plan, base=whole.cache, segments=[segment])
+
+
+def _with_image(engine: Engine, ids: tuple[int, ...], image: tuple[int, ...]) -> Execution:
+    """Splice a compiled image into text."""
+    segment = engine.compile(image)
+    whole = (*ids[:NUM_SEGMENT], *image, *ids[NUM_SEGMENT:])
+    splice = Splice("image", segment.run, 0, len(image), NUM_SEGMENT)
+    return engine.execute(plan_compose(whole, [splice], num_seam_tokens=0), segments=[segment])
 
 
 def _edits(engine: Engine, spliced: Execution, *, long: bool) -> Iterator[tuple[str, Execution]]:

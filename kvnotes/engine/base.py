@@ -267,6 +267,10 @@ class Engine(ABC):
             f"model type {self.spec.model_type!r} takes no images", hint="send text alone"
         )
 
+    def probe_image(self) -> tuple[int, ...] | None:
+        """Return the ids of a small random image; None where the model takes none."""
+        return None
+
     def movable(self, view: Reuse, plan: Plan) -> bool:
         """Whether K/V may stand where a plan puts them: always but for attention in chunks.
 

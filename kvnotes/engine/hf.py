@@ -374,6 +374,9 @@ class HFEngine(Engine):
             return super().add_image(pixels, grid)
         return self._images.add(pixels, grid)
 
+    def probe_image(self) -> tuple[int, ...] | None:
+        return None if self._images is None else self._images.probe()
+
     def place_after(self, token_ids: Sequence[int]) -> int:
         axes = self._places(token_ids)
         return len(token_ids) if axes is None else int(axes.max()) + 1

@@ -78,7 +78,7 @@ class Images:
         )
 
     def __init__(self, model: Any) -> None:
-        config = model.config
+        config = self._config = model.config
         self._inner: Any = model.model
         self._placeholder = int(config.image_token_id)
         self._merge = int(config.vision_config.spatial_merge_size)
@@ -115,6 +115,23 @@ class Images:
             image = Image(pixels, grid, ids)
             self._images |= {token: (image, index) for index, token in enumerate(ids)}
         return ids
+
+    def probe(self) -> tuple[int, ...] | None:
+        """Return the ids of a small random image; None if none is known that the model takes."""
+        vision: Any = self._config.vision_config
+        channels = int(getattr(vision, "in_channels", getattr(vision, "num_channels", 3)))
+        frames = int(getattr(vision, "temporal_patch_size", 1))
+        side, size = 2 * self._merge, int(vision.patch_size)
+        random = torch.Generator().manual_seed(0)
+        for shape in ((channels * frames * size**2,), (channels, size, size)):
+            pixels = torch.randn(side**2, *shape, generator=random)
+            ids = self.add(pixels.to(self._inner.dtype), (1, side, side))
+            try:
+                self._of(self._known(ids[0])[0])
+            except Exception:  # third-party code: another shape may be right
+                continue
+            return ids
+        return None
 
     def places(self, token_ids: Sequence[int]) -> Int[Tensor, "3 tokens"]:
         """Return the positions of a prompt's tokens, as the model itself counts them.

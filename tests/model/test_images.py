@@ -7,16 +7,27 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from helpers_images import END_ID, IMAGE_ID, START_ID, TYPES, patches, seeing_engine
+from helpers_images import (
+    END_ID,
+    IMAGE_ID,
+    START_ID,
+    TYPES,
+    patches,
+    seeing_engine,
+    seeing_model,
+)
 from helpers_models import relative_gap, tokens
+from helpers_prompt import family_tokenizer
 from torch import Tensor
 
+import kvnotes
 from kvnotes.engine.base import SamplingParams
 from kvnotes.engine.hf import HFEngine
 from kvnotes.errors import EngineError, PlanError, SegmentFormatError, UnsupportedModelError
 from kvnotes.fidelity import MECHANICAL_TOLERANCE, mask_reference
 from kvnotes.gate import run_gate
 from kvnotes.plan import Match, Plan, Run, Splice, plan_compose, plan_keep
+from kvnotes.rope import Rotary
 from kvnotes.store import KVStore
 
 GAP = MECHANICAL_TOLERANCE["float32"]
@@ -57,8 +68,31 @@ def own_logits(
 
 
 @each
-def test_text_alone_passes_the_gate(name: str) -> None:
-    run_gate(seeing_engine(name)).require()
+def test_the_gate_splices_text_and_an_image(name: str) -> None:
+    card = run_gate(seeing_engine(name))
+    card.require()
+    assert "image" in {row.case for row in card.rows}
+
+
+def test_an_image_that_is_turned_on_one_axis_alone_fails_the_gate(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    right = Rotary.turn
+
+    def flat(self: Rotary, source: Tensor, target: Tensor) -> Any:
+        first = source if source.dim() == 1 else source[:1].expand_as(source)
+        return right(self, first, target)
+
+    monkeypatch.setattr(Rotary, "turn", flat)
+    with pytest.raises(UnsupportedModelError, match="image of"):
+        run_gate(seeing_engine("qwen2_5_vl")).require()
+
+
+def test_a_folder_is_loaded(tmp_path: Any) -> None:
+    seeing_model("qwen2_5_vl").save_pretrained(tmp_path)
+    family_tokenizer("smollm2").save_pretrained(tmp_path)
+    model = kvnotes.load(str(tmp_path))
+    assert model.engine.prefill((1, 2, 3, *image(model.engine), 5)).last_logits().shape == (97,)
 
 
 @each
