@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict
 from rich.console import Console
 from rich.text import Text
 
+from kvnotes.cli.explain_table import meaning
 from kvnotes.cli.output import print_json
 from kvnotes.cli.records import TurnRecord, turn_record
 from kvnotes.cli.table import clean, ms
@@ -119,7 +120,7 @@ class ChatLoop:
         parts += [turn.strategy, "exact" if turn.plan.exact else "not exact"]
         self._say(" | ".join(parts))
         for notice in (*([turn.fallback_reason] if turn.fallback_reason else []), *turn.notices):
-            self._say(f"  {notice}")
+            self._say(f"  {notice}{meaning(notice)}")
 
     def _failed(self, text: str, error: KVNotesError) -> None:
         if self._json:
@@ -141,8 +142,8 @@ class ChatLoop:
     def _help(self, _: str) -> None:
         """List the commands."""
         width = max(map(len, _USAGE)) + 2
-        for usage, meaning in _USAGE.items():
-            self._say(f"{usage:{width}}{meaning}")
+        for usage, what in _USAGE.items():
+            self._say(f"{usage:{width}}{what}")
 
     def _set(self, rest: str) -> None:
         from kvnotes.cli.commands.chat import parse_value

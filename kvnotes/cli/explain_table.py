@@ -38,6 +38,7 @@ _NOTES = {
     ),
     "below_break_even": ("", "too short for a splice to pay"),
     "not_compiled": ("", "no segment of this text and preamble is compiled"),
+    "chunks_of": ("", "the model attends in chunks, and this part would stand otherwise in them"),
     "earlier_text_rewritten": ("", "the chat template shows earlier turns otherwise now"),
 }
 """What notes of a plan mean: as they are, and with `:computed` at their end."""
@@ -236,13 +237,14 @@ def _details(record: TurnPlan) -> list[str]:
 
 
 def _notes(record: TurnPlan) -> list[str]:
-    notes = [f"{note}{_meaning(note)}" for note in record.notes]
+    notes = [f"{note}{meaning(note)}" for note in record.notes]
     return [*notes, *(f"the template rewrote {text}" for text in record.template_rewrote)]
 
 
-def _meaning(note: str) -> str:
+def meaning(note: str) -> str:
     """Return what a note of a plan means, in brackets."""
     name, *rest = note.split(":")
+    name = "chunks_of" if name.startswith("chunks_of_") else name
     if name not in _NOTES or not rest:
         return ""
     spliced, computed = _NOTES[name]

@@ -96,6 +96,18 @@ class SkillList(_Record):
         )
 
 
+class SkillChanges(SkillList):
+    """What the commands print that change skills."""
+
+    change: str = Field(description="what was done to them, or `would ...` in a dry run")
+
+    @classmethod
+    def made(cls, change: str, shelves: Sequence[Shelf]) -> SkillChanges:
+        """Return the record of a change."""
+        skills = [SkillRecord.of(shelf) for shelf in shelves]
+        return cls(skills=skills, other_segments=[], change=change)
+
+
 class SkillText(SkillRecord):
     """What `library show` prints: a skill with its texts."""
 

@@ -207,12 +207,12 @@ def _told(progress: Progress, what: str) -> Callable[[str], None]:
 
 
 def _print_changes(did: str, shelves: list[Shelf], json: bool) -> None:
-    from kvnotes.cli.store_records import SkillList
+    from kvnotes.cli.store_records import SkillChanges
 
     if json:
-        print_json(SkillList.of(shelves, []).model_dump_json(indent=2))
+        print_json(SkillChanges.made(did, shelves).model_dump_json(indent=2))
         return
     for shelf in shelves:
         count = len(shelf.entries)
         segments = f"{count} segment{'' if count == 1 else 's'}, {size(shelf.nbytes)}"
-        say(f"{did} {shelf.skill.ref}: {segments}")
+        say(f"{did} {shelf.skill.ref}: {segments}{', pinned' if shelf.pinned else ''}")
