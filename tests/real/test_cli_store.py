@@ -222,7 +222,7 @@ def test_signed_and_encrypted_store(
 @pytest.mark.parametrize(
     ("args", "code", "says"),
     [
-        (("compile", "nowhere"), TemplateError.exit_code, "has no kvnotes.toml"),
+        (("compile", "nowhere"), TemplateError.exit_code, "there is no folder nowhere"),
         (("inspect", "nothing"), UnknownSegmentError.exit_code, "no skill 'nothing'"),
         (("inspect", "0123456789abcdef"), UnknownSegmentError.exit_code, "0 segments have a key"),
         (("inspect", f"none{SUFFIX}"), SegmentFormatError.exit_code, "cannot open"),
