@@ -155,7 +155,7 @@ def _erratum(result: dict[str, Any]) -> str:
 def _fidelity(result: dict[str, Any]) -> str:
     rows = [
         [
-            h["form"],
+            h.get("form", "-"),
             str(h["header_tokens"]),
             str(r["num_seam_tokens"]),
             f"{r['kl_mean']:.6f}",
@@ -181,6 +181,7 @@ def _fidelity(result: dict[str, Any]) -> str:
         "nats.\n\n"
         + _table(
             [
+                "form",
                 "header",
                 "seam",
                 "KL mean (nats)",
