@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -20,11 +18,12 @@ from torch import Tensor
 
 import kvnotes
 from kvnotes.engine.base import Engine, Execution, engine_versions
-from kvnotes.errors import UnsupportedModelError
+from kvnotes.errors import StorageError, UnsupportedModelError
 from kvnotes.fidelity import LOAD_TOLERANCE, compare, mask_reference
 from kvnotes.plan import Match, Plan, Splice, plan_compose, plan_keep, plan_without
 from kvnotes.rope import Rotary
-from kvnotes.settings import load_settings, make_private
+from kvnotes.settings import load_settings
+from kvnotes.store.atomic import write_file
 
 NUM_SHORT = 22
 """Tokens of the gate's short round: every case, each judged alone."""
@@ -241,12 +240,8 @@ def _edits(engine: Engine, spliced: Execution, *, long: bool) -> Iterator[tuple[
             strategy="selective",
             recompute=edit.notes,
         )
-        plan = _without_unmovable(engine, plan)
+        plan = plan_without(plan, engine.unmovable(plan), "unmovable")
         yield case, engine.execute(plan, base=spliced.cache)
-
-
-def _without_unmovable(engine: Engine, plan: Plan) -> Plan:
-    return plan_without(plan, lambda view: not engine.movable(view, plan), "unmovable")
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,14 +288,14 @@ def _versions() -> tuple[tuple[str, str], ...]:
     return (*engine_versions(), ("kvnotes", kvnotes.__version__))
 
 
-def _path(engine: Engine) -> Path:
-    return load_settings().home / "gates" / f"{engine.fingerprint}.json"
+def _path(fingerprint: str) -> Path:
+    return load_settings().home / "gates" / f"{fingerprint}.json"
 
 
 def _remembered(engine: Engine) -> GateReport | None:
     """Return the report that these very versions have made."""
     try:
-        facts = json.loads(_path(engine).read_text(encoding="utf-8"))
+        facts = json.loads(_path(engine.fingerprint).read_text(encoding="utf-8"))
         if facts.pop("version") != REPORT_VERSION:
             return None
         facts["rows"] = tuple(GateRow(**row) for row in facts["rows"])
@@ -314,15 +309,6 @@ def _remembered(engine: Engine) -> GateReport | None:
 
 def _remember(found: GateReport) -> None:
     """Keep a report; a folder that cannot be written costs time, not correctness."""
-    folder = load_settings().home / "gates"
     text = json.dumps({"version": REPORT_VERSION, **asdict(found)}, indent=1)
-    with suppress(OSError):
-        make_private(folder)
-        handle, scratch = tempfile.mkstemp(prefix=".gate-", dir=folder)
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text)
-            os.replace(scratch, folder / f"{found.fingerprint}.json")
-        except OSError:
-            os.unlink(scratch)
-            raise
+    with suppress(StorageError):
+        write_file(_path(found.fingerprint), text.encode())

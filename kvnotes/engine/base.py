@@ -231,19 +231,18 @@ class Engine(ABC):
                 self.identity.check_same(
                     segment.identity, f"a segment of {segment.num_tokens} tokens"
                 )
-        for view in plan.layout:
-            if not self.movable(view, plan):
-                chunk = self.spec.chunk_size
-                why = (
-                    f"this model attends in chunks of {chunk}, and only multiples of that are exact"
-                    if chunk
-                    else "an image of another shape now stands before them"
-                )
-                raise PlanError(
-                    f"the plan keeps {view.num_tokens} tokens, moved by {view.shift}, at token "
-                    f"{view.target_start}; {why}",
-                    hint="compute them instead: a session plans so by itself",
-                )
+        for view in self.unmovable(plan):
+            chunk = self.spec.chunk_size
+            why = (
+                f"this model attends in chunks of {chunk}, and only multiples of that are exact"
+                if chunk
+                else "an image of another shape now stands before them"
+            )
+            raise PlanError(
+                f"the plan keeps {view.num_tokens} tokens, moved by {view.shift}, at token "
+                f"{view.target_start}; {why}",
+                hint="compute them instead: a session plans so by itself",
+            )
         return sources
 
     def place_after(self, token_ids: Sequence[int]) -> int:
@@ -251,7 +250,7 @@ class Engine(ABC):
         return len(token_ids)
 
     def add_image(
-        self, pixels: Float[Tensor, patches * values], grid: tuple[int, int, int]
+        self, pixels: Float[Tensor, "patches ..."], grid: tuple[int, int, int]
     ) -> tuple[int, ...]:
         """Make an image known; return the token ids that stand for it in prompts.
 
@@ -271,16 +270,22 @@ class Engine(ABC):
         """Return the ids of a small random image; None where the model takes none."""
         return None
 
-    def movable(self, view: Reuse, plan: Plan) -> bool:
-        """Whether K/V may stand where a plan puts them: always but for attention in chunks.
+    def unmovable(self, plan: Plan) -> tuple[Reuse, ...]:
+        """Return the views that may not stand where a plan puts them: none, but for chunks.
 
-        There a move must keep who shares a chunk with whom: by a multiple of the chunk, or
-        inside of the first one.
+        With attention in chunks a move must keep who shares a chunk with whom: by a multiple of
+        the chunk, or inside of the first one.
         """
         chunk = self.spec.chunk_size
-        if not chunk or not view.moved or view.shift % chunk == 0:
-            return True
-        return max(view.run.start + view.source_stop, view.target_stop) <= chunk
+        if not chunk:
+            return ()
+        return tuple(
+            view
+            for view in plan.steps
+            if isinstance(view, Reuse)
+            and view.shift % chunk
+            and max(view.run.start + view.source_stop, view.target_stop) > chunk
+        )
 
     def check_length(self, num_tokens: int, what: str) -> None:
         """Refuse what does not fit, before any work.

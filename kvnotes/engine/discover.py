@@ -113,8 +113,8 @@ class Discovery:
     rotaries: tuple[Rotary, ...]
 
 
-def check_supported(model: Any) -> None:
-    """Refuse a model whose cache cannot be edited, before anything is computed.
+def check_supported(model: Any) -> CacheForm:
+    """Return the form of a model's caches; refuse one that cannot be edited, before any work.
 
     Raises:
         UnsupportedModelError: Names the cause.
@@ -122,11 +122,12 @@ def check_supported(model: Any) -> None:
     if getattr(model.config, "is_encoder_decoder", False):
         raise unsupported(model, "it is an encoder-decoder")
     try:
-        CacheForm(model)
+        form = CacheForm(model)
     except UnsupportedModelError as error:
         raise unsupported(model, error.message) from error
     if "position_ids" not in inspect.signature(model.forward).parameters:
         raise unsupported(model, "its positions cannot be set from outside")
+    return form
 
 
 def discover(model: Any, form: CacheForm, forward: Forward) -> Discovery:

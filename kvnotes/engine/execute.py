@@ -26,7 +26,7 @@ class Target:
     missing: tuple[Reuse, ...]
 
 
-Places = Callable[[Reuse], tuple[Tensor, Tensor] | None]
+Turns = Callable[[Reuse], tuple[Tensor, Tensor] | None]
 """Positions of a view's tokens at its source and at its target; None where slots say them."""
 
 
@@ -98,7 +98,7 @@ def place(
     rotaries: Sequence[Rotary],
     *,
     slot: int | None = None,
-    places: Places = slots_say,
+    turns: Turns = slots_say,
 ) -> None:
     """Copy a view into a buffer, moved to its target positions, from the source copy."""
     segment = find_source(view.run, sources)
@@ -118,7 +118,7 @@ def place(
                 originals.append(layer[:, part])
                 targets.append(target)
     source = view.run.start + view.source_start
-    axes = places(view) if moving else None
+    axes = turns(view) if moving else None
     for rope, (originals, targets) in moving.items():
         if axes is None:
             turn = rotaries[rope].shift(source, view.target_start, view.num_tokens)

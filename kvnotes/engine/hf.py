@@ -8,7 +8,7 @@ positions (see `masks`).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -21,12 +21,12 @@ from kvnotes.engine.attention import use_packed_attention
 from kvnotes.engine.base import Engine, Execution, Executor, SamplingParams, Stopwatch
 from kvnotes.engine.cost import Passes, measure_cost
 from kvnotes.engine.discover import NUM_PROBE_TOKENS, Held, check_supported, discover
-from kvnotes.engine.execute import Places, place, settle, target_buffer
+from kvnotes.engine.execute import place, settle, target_buffer
 from kvnotes.engine.generate import TokenStream
 from kvnotes.engine.images import Images, has_images
 from kvnotes.engine.masks import Visibility, seeing
+from kvnotes.engine.places import Places
 from kvnotes.engine.slots import (
-    CacheForm,
     GrowingLayer,
     PassingLayer,
     StopForward,
@@ -34,7 +34,7 @@ from kvnotes.engine.slots import (
     slot_layers,
 )
 from kvnotes.errors import EngineError, UnsupportedModelError
-from kvnotes.plan import Compute, Match, Plan, Reuse, Run, layout_token_ids
+from kvnotes.plan import Compute, Match, Plan, Reuse, Run
 from kvnotes.segment import Buffer, BufferPool, KVCache, KVSegment, Tensors, empty_tensors
 from kvnotes.spec import ModelIdentity, ModelSpec, TensorName
 
@@ -65,8 +65,8 @@ class HFEngine(Engine):
     ) -> None:
         self.model = model
         self._images = Images(model) if Images.are_taken_by(model) else None
-        check_supported(model)
-        self._form = CacheForm(model)
+        self._places = Places(self._images)
+        self._form = check_supported(model)
         names = inspect.signature(model.forward).parameters
         self._cache_name = "cache" if "cache" in names else "past_key_values"
         self._keeps_logits = "logits_to_keep" in names
@@ -98,7 +98,7 @@ class HFEngine(Engine):
         whole = (*preamble, *ids)
         self.check_length(len(whole), "the segment")
         buffer = self._new_buffer(len(whole))
-        self._compute(list(range(len(whole))), whole, buffer, self._places(whole))
+        self._compute(list(range(len(whole))), whole, buffer, self._places.of(whole))
         run = Run(whole).cut(len(preamble), len(whole))
         part = buffer.part(len(preamble), len(whole))
         if preamble:  # else it is the whole memory
@@ -119,13 +119,13 @@ class HFEngine(Engine):
         if executor == "loop":
             buffer, logits = self._run_loop(plan, sources)
         else:
-            axes = self._places(plan.token_ids)
+            axes = self._places.of(plan.token_ids)
             target = target_buffer(
-                plan, base, sources, consume=consume, stays=self._stays(axes, base)
+                plan, base, sources, consume=consume, stays=self._places.stays(axes, base)
             )
             buffer = target.buffer or self._pool.take(len(plan.token_ids))
             for view in target.missing:
-                place(view, sources, buffer, self.rotaries, places=self._moves(axes))
+                place(view, sources, buffer, self.rotaries, turns=self._places.turns(axes))
             positions = [
                 position
                 for step in plan.steps
@@ -189,12 +189,7 @@ class HFEngine(Engine):
             for i, part in enumerate(by_layer(cache.buffer.part(0, start)))
         ]
         positions = torch.arange(start, start + len(new))
-        axes = self._places(token_ids)
-        seen = Visibility(
-            positions,
-            torch.arange(start + len(new)),
-            places=None if axes is None else axes[:, positions],
-        )
+        seen = self._seeing(positions, len(token_ids), self._places.of(token_ids))
         with suppress(StopForward):
             self._call(new, seen, self._form.cache(layers), 1)
         # what carries no position: the same token has the same there, wherever it stands
@@ -280,12 +275,7 @@ class HFEngine(Engine):
             start, stop = chunk[0], chunk[-1] + 1
             at = torch.tensor(chunk)
             dense = stop - start == len(chunk)
-            seen = Visibility(
-                at,
-                torch.arange(stop),
-                in_order=dense and start == 0,
-                places=None if axes is None else axes[:, at],
-            )
+            seen = self._seeing(at, stop, axes, in_order=dense and start == 0)
             slots: slice | Tensor = slice(start, stop) if dense else at
             cache = self._form.cache(slot_layers(buffer.tensors, slots, stop))
             logits = self._call([ids[slot] for slot in chunk], seen, cache, 1)[-1]
@@ -338,19 +328,15 @@ class HFEngine(Engine):
         """The plain reference: steps left to right, one cache that grows by concatenation."""
         layers = [GrowingLayer() for _ in self._form]
         cache = self._form.cache(layers)
-        logits, axes = torch.empty(0), self._places(plan.token_ids)
+        logits, axes = torch.empty(0), self._places.of(plan.token_ids)
         for step in plan.steps:
             if isinstance(step, Compute):
                 at = torch.arange(step.target_start, step.target_stop)
-                seen = Visibility(
-                    at,
-                    torch.arange(step.target_stop),
-                    places=None if axes is None else axes[:, at],
-                )
+                seen = self._seeing(at, step.target_stop, axes)
                 logits = self._call(list(step.token_ids), seen, cache, 1)[-1]
                 continue
             piece = self._new_buffer(step.num_tokens)
-            place(step, sources, piece, self.rotaries, slot=0, places=self._moves(axes))
+            place(step, sources, piece, self.rotaries, slot=0, turns=self._places.turns(axes))
             for layer, part in zip(layers, by_layer(piece.tensors), strict=True):
                 layer.fill(part)
         buffer = self._new_buffer(len(plan.token_ids))
@@ -362,7 +348,7 @@ class HFEngine(Engine):
     # -- positions where images stand ----------------------------------------------------------
 
     def add_image(
-        self, pixels: Float[Tensor, patches * values], grid: tuple[int, int, int]
+        self, pixels: Float[Tensor, "patches ..."], grid: tuple[int, int, int]
     ) -> tuple[int, ...]:
         if self._images is None and hasattr(getattr(self.model, "model", None), "get_rope_index"):
             raise UnsupportedModelError(
@@ -378,56 +364,26 @@ class HFEngine(Engine):
         return None if self._images is None else self._images.probe()
 
     def place_after(self, token_ids: Sequence[int]) -> int:
-        axes = self._places(token_ids)
-        return len(token_ids) if axes is None else int(axes.max()) + 1
+        return self._places.after(token_ids)
 
-    def movable(self, view: Reuse, plan: Plan) -> bool:
-        """Beside what chunks allow: K/V stay in their slots only if they keep their positions."""
-        axes = self._moves(self._places(plan.token_ids))(view)
-        kept = axes is None or view.moved or torch.equal(*axes)
-        return kept and super().movable(view, plan)
+    def unmovable(self, plan: Plan) -> tuple[Reuse, ...]:
+        """Beside what chunks forbid: what keeps its slots and not its positions."""
+        return (*super().unmovable(plan), *self._places.stuck(plan))
 
-    def _places(self, token_ids: Sequence[int]) -> Tensor | None:
-        """Return positions on three axes; None where they are the slots."""
-        if self._images is None or not has_images(token_ids):
-            return None
-        return self._images.places(token_ids)
+    @staticmethod
+    def _seeing(
+        new: Tensor, stop: int, axes: Tensor | None, *, in_order: bool = False
+    ) -> Visibility:
+        """Return what new tokens of a prompt see: all slots before their own.
 
-    def _moves(self, axes: Tensor | None) -> Places:
-        """Return where the tokens of a view come from and go to, given the target's positions."""
-
-        def moves(view: Reuse) -> tuple[Tensor, Tensor] | None:
-            run = view.run
-            whole = (*layout_token_ids(run.context), *run.token_ids)
-            source = self._places(whole[: run.start + view.source_stop])
-            if axes is None and source is None:
-                return None
-            slots = torch.arange(run.start + view.source_stop).expand(3, -1)
-            first = run.start + view.source_start
-            goal = torch.arange(view.target_start, view.target_stop).expand(3, -1)
-            if axes is not None:
-                goal = axes[:, view.target_start : view.target_stop]
-            return (slots if source is None else source)[:, first:], goal
-
-        return moves
-
-    def _stays(self, axes: Tensor | None, base: KVCache | None) -> Callable[[Reuse], bool]:
-        """Return whether what `base` holds at some slots has the target's positions there."""
-        held = None if base is None else self._places(base.token_ids)
-        if axes is None and held is None:
-            return lambda view: True
-
-        def stays(view: Reuse) -> bool:
-            part = slice(view.target_start, view.target_stop)
-            ours, theirs = (
-                torch.arange(view.target_start, view.target_stop).expand(3, -1)
-                if places is None
-                else places[:, part]
-                for places in (axes, held)
-            )
-            return torch.equal(ours, theirs)
-
-        return stays
+        Args:
+            new: Their slots.
+            stop: One past the last slot.
+            axes: Positions of the whole prompt, where images stand in it.
+            in_order: See `Visibility`.
+        """
+        places = None if axes is None else axes[:, new]
+        return Visibility(new, torch.arange(stop), in_order=in_order, places=places)
 
     def _new_buffer(self, num_tokens: int) -> Buffer:
         return Buffer.allocate(self.spec, num_tokens, self.model.dtype)

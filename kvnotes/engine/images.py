@@ -39,7 +39,7 @@ class Image:
         token_ids: The ids that stand for it.
     """
 
-    pixels: Float[Tensor, patches * values]
+    pixels: Float[Tensor, "patches ..."]
     grid: tuple[int, int, int]
     token_ids: tuple[int, ...]
 
@@ -87,7 +87,7 @@ class Images:
         self.num_seen = 0
 
     def add(
-        self, pixels: Float[Tensor, patches * values], grid: tuple[int, int, int]
+        self, pixels: Float[Tensor, "patches ..."], grid: tuple[int, int, int]
     ) -> tuple[int, ...]:
         """Make an image known; return the ids that stand for it in prompts.
 

@@ -12,7 +12,7 @@ prompt wanted, and which live tokens may be kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from typing import Literal, get_args
@@ -248,17 +248,17 @@ def _slice_steps(steps: Sequence[Step], start: int, stop: int) -> Iterable[Step]
             yield step.clip(low, high)
 
 
-def plan_without(plan: Plan, unfit: Callable[[Reuse], bool], note: str) -> Plan:
+def plan_without(plan: Plan, unfit: Collection[Reuse], note: str) -> Plan:
     """Compute what may not be reused where a plan puts it, and say so.
 
     Args:
         plan: Any plan.
-        unfit: Whether a view may not stand at its place.
+        unfit: Those of its steps that may not stand at their places.
         note: Added to the plan's notes if there is one.
     """
-    bad = {id(step) for step in plan.steps if isinstance(step, Reuse) and unfit(step)}
-    if not bad:
+    if not unfit:
         return plan
+    bad = set(map(id, unfit))
     steps = [Compute(s.target_start, s.token_ids) if id(s) in bad else s for s in plan.steps]
     return replace(plan, steps=_joined(steps), notes=(*plan.notes, note))
 

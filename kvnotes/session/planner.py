@@ -202,10 +202,8 @@ class Planner:
     def _in_chunks(self, plan: Plan) -> Plan:
         """Compute what a model that attends in chunks cannot have moved."""
         engine = self._model.engine
-        if not engine.spec.chunk_size:
-            return plan
         note = f"chunks_of_{engine.spec.chunk_size}:moved_part:computed"
-        return plan_without(plan, lambda view: not engine.movable(view, plan), note)
+        return plan_without(plan, engine.unmovable(plan), note)
 
     def matches(self, prompt: TokenizedPrompt, live: Live) -> tuple[Match, ...]:
         """Align the live tokens with a prompt."""
