@@ -44,7 +44,35 @@ Tensors = dict[TensorName, LayerTensors]
 """Everything that is cached, by name."""
 
 
-class Buffer:
+class Holder:
+    """Whatever holds tensors of every layer, side by side."""
+
+    tensors: Tensors
+
+    @property
+    def keys(self) -> LayerTensors:
+        """Each layer's keys."""
+        return self.tensors["keys"]
+
+    @property
+    def values(self) -> LayerTensors:
+        """Each layer's values."""
+        return self.tensors["values"]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(t.numel() * t.element_size() for ts in self.tensors.values() for t in ts)
+
+    def part(self, start: int, stop: int) -> Tensors:
+        """Return slots `[start, stop)` of all tensors, as views."""
+        return {
+            name: tuple(layer[:, start:stop] for layer in layers)
+            for name, layers in self.tensors.items()
+        }
+
+
+class Buffer(Holder):
     """Preallocated K/V memory, `[kv_heads, capacity, dim]` for each layer and tensor.
 
     Args:
@@ -63,16 +91,6 @@ class Buffer:
         self._extent: WeakKeyDictionary[object, int] = WeakKeyDictionary()
 
     @property
-    def keys(self) -> LayerTensors:
-        """Memory of each layer's keys."""
-        return self.tensors["keys"]
-
-    @property
-    def values(self) -> LayerTensors:
-        """Memory of each layer's values."""
-        return self.tensors["values"]
-
-    @property
     def capacity(self) -> int:
         """Number of token slots."""
         return self.keys[0].shape[1]
@@ -88,18 +106,6 @@ class Buffer:
     def segment(self, run: Run, slot: int, identity: ModelIdentity) -> KVSegment:
         """Return the K/V of `run` that stands at `slot`, as a view."""
         return KVSegment(run, identity, self.part(slot, slot + len(run)), self, slot)
-
-    def part(self, start: int, stop: int) -> Tensors:
-        """Return slots `[start, stop)` of all tensors, as views."""
-        return {
-            name: tuple(layer[:, start:stop] for layer in layers)
-            for name, layers in self.tensors.items()
-        }
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes allocated."""
-        return num_bytes(self.tensors)
 
 
 class BufferPool:
@@ -141,7 +147,7 @@ class BufferPool:
 
 
 @dataclass(frozen=True, eq=False)
-class KVSegment:
+class KVSegment(Holder):
     """K/V of one run of tokens, immutable, at the positions where it was computed.
 
     Args:
@@ -162,16 +168,6 @@ class KVSegment:
     preamble_ids: tuple[int, ...] = ()
 
     @property
-    def keys(self) -> LayerTensors:
-        """Each layer's keys."""
-        return self.tensors["keys"]
-
-    @property
-    def values(self) -> LayerTensors:
-        """Each layer's values."""
-        return self.tensors["values"]
-
-    @property
     def source_id(self) -> str:
         """Content key of the run, including its lineage."""
         return self.run.digest
@@ -180,11 +176,6 @@ class KVSegment:
     def num_tokens(self) -> int:
         """Number of tokens."""
         return len(self.run)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of K/V."""
-        return num_bytes(self.tensors)
 
     def checksum(self) -> float:
         """Sum over all elements in float64: changes when anything is overwritten."""
@@ -333,11 +324,6 @@ def empty_tensors(
         )
         for name in spec.tensor_names
     }
-
-
-def num_bytes(tensors: Tensors) -> int:
-    """Return the size of tensors."""
-    return sum(t.numel() * t.element_size() for layers in tensors.values() for t in layers)
 
 
 def checksum(tensors: Tensors) -> float:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvnotes.engine.config import constants_of, integer, num_layer_parameters, stated_limit
 from kvnotes.engine.slots import CacheForm, CachingLayer
 from kvnotes.engine.tables import Candidate, candidates
 from kvnotes.errors import UnsupportedModelError
@@ -46,52 +47,6 @@ that change there leave nothing below it, and what drifts is exact nowhere."""
 
 NUM_PROBE_TOKENS = 6
 PROBE_DISTANCE = 19
-
-DEFAULT_MAX_POSITIONS = 1 << 17
-"""Longest context of a model that states none."""
-
-CONSTANTS = (
-    "activation_function",
-    "attention_k_eq_v",
-    "attention_multiplier",
-    "attn_logit_softcapping",
-    "attn_scale",
-    "attn_temperature_tuning",
-    "clip_qkv",
-    "dim_model_base",
-    "embedding_multiplier",
-    "experts_per_token",
-    "final_logit_softcapping",
-    "floor_scale",
-    "hidden_act",
-    "hidden_activation",
-    "index_topk",
-    "layer_norm_eps",
-    "layer_norm_epsilon",
-    "logit_scale",
-    "logits_scaling",
-    "moe_k",
-    "moe_topk",
-    "n_group",
-    "norm_eps",
-    "norm_topk_prob",
-    "num_experts_per_tok",
-    "num_kv_shared_layers",
-    "query_pre_attn_scalar",
-    "residual_multiplier",
-    "rms_norm_eps",
-    "rope_interleave",
-    "routed_scaling_factor",
-    "scale_depth",
-    "scale_emb",
-    "scoring_func",
-    "swiglu_limit",
-    "topk_group",
-    "topk_method",
-    "use_parallel_residual",
-    "use_qk_norm",
-)
-"""Part of a model's identity beside shapes and weights."""
 
 ERRATUM_HINT = (
     "use a decoder whose positions are rotary (Llama, Qwen, Mistral, Gemma, SmolLM); an erratum "
@@ -144,7 +99,7 @@ def discover(model: Any, form: CacheForm, forward: Forward) -> Discovery:
     probe = _Probe(model, form, forward)
     near = probe.near
     search = _Search(probe.tables, probe.distance)
-    num_chosen = _integer(probe.config, "index_topk", 0)
+    num_chosen = integer(probe.config, "index_topk", 0)
     layers = []
     for index, (own, held, far) in enumerate(
         zip(form, near, probe.at(probe.distance), strict=True)
@@ -163,14 +118,14 @@ def discover(model: Any, form: CacheForm, forward: Forward) -> Discovery:
     spec = ModelSpec(
         model_type=config.model_type,
         layers=tuple(layers),
-        num_attention_heads=_integer(config, "num_attention_heads", layers[0].num_kv_heads),
-        hidden_size=_integer(config, "hidden_size", 0),
-        vocab_size=_integer(config, "vocab_size", 0),
+        num_attention_heads=integer(config, "num_attention_heads", layers[0].num_kv_heads),
+        hidden_size=integer(config, "hidden_size", 0),
+        vocab_size=integer(config, "vocab_size", 0),
         max_positions=limit,
         dtype=str(model.dtype).removeprefix("torch."),
         ropes=tuple(rotary.spec for rotary in rotaries),
-        constants=_constants(config),
-        num_parameters=_num_layer_parameters(model),
+        constants=constants_of(config),
+        num_parameters=num_layer_parameters(model),
         limit_reason=reason,
     )
     return Discovery(spec, rotaries)
@@ -299,7 +254,7 @@ class _Probe:
 
         Some models scale queries, or change their tables, from a position on.
         """
-        stated, reason = _stated_limit(self.config)
+        stated, reason = stated_limit(self.config)
         far = self._aligned(stated - NUM_PROBE_TOKENS)
         if far <= self.distance or self._moves(far, layers, rotaries):
             return stated, reason
@@ -363,27 +318,6 @@ class _Probe:
         return head + "it is not rotated with any table that the model has"
 
 
-def _stated_limit(config: Any) -> tuple[int, str]:
-    """Return the longest context up to which tables and queries are the same everywhere."""
-    longest = _integer(config, "max_position_embeddings", 0) or DEFAULT_MAX_POSITIONS
-    scaling = getattr(config, "rope_parameters", None) or {}
-    limits = [(longest, "")]
-    for own in (scaling, *scaling.values()):
-        if not isinstance(own, dict):
-            continue
-        kind, original = own.get("rope_type"), own.get("original_max_position_embeddings")
-        original = original or getattr(config, "original_max_position_embeddings", None)
-        if kind in ("dynamic", "longrope"):
-            reason = f"its rotary tables change with the length (rope type {kind!r})"
-            limits.append((int(original or longest), reason))
-        if own.get("llama_4_scaling_beta") and original:
-            limits.append((int(original), "it scales queries by their position"))
-    if getattr(config, "attn_temperature_tuning", None) and getattr(config, "floor_scale", None):
-        limits.append((int(config.floor_scale) - 1, "it scales queries by their position"))
-    limit, reason = min(limits)
-    return limit, reason if limit < longest else ""
-
-
 def _layer_spec(
     own: CachingLayer,
     held: Held,
@@ -421,21 +355,3 @@ def _why_no_table(model: Any) -> str:
 def _short(error: Exception) -> str:
     text = str(error).split("\n")[0][:200]
     return f"{type(error).__name__}: {text}"
-
-
-def _integer(config: Any, name: str, default: int) -> int:
-    value = getattr(config, name, None)
-    return value if isinstance(value, int) else default
-
-
-def _constants(config: Any) -> tuple[tuple[str, str], ...]:
-    """Return the configuration's constants that change K/V or logits, by name."""
-    found = {name: getattr(config, name, None) for name in CONSTANTS}
-    return tuple((name, str(value)) for name, value in sorted(found.items()) if value is not None)
-
-
-def _num_layer_parameters(model: Any) -> int:
-    embedding = {id(p) for p in model.get_input_embeddings().parameters()}
-    head = model.get_output_embeddings()
-    embedding |= {id(p) for p in head.parameters()} if head is not None else set()
-    return sum(p.numel() for p in model.parameters() if id(p) not in embedding)

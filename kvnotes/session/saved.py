@@ -275,10 +275,7 @@ def _slice(segment: KVSegment, start: int, stop: int) -> KVSegment:
     return KVSegment(
         segment.run.cut(start, stop),
         segment.identity,
-        {
-            name: tuple(layer[:, start:stop] for layer in layers)
-            for name, layers in segment.tensors.items()
-        },
+        segment.part(start, stop),
     )
 
 
