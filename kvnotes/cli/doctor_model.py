@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import psutil  # type: ignore[import-untyped]
 
@@ -88,11 +88,8 @@ class ModelCheckup:
     # -- the model -------------------------------------------------------------------------
 
     def _check_engine(self, resolved: ResolvedModel) -> Iterator[Check]:
-        from kvnotes.engine.adapters import adapter_digest
-        from kvnotes.engine.hf import HFEngine
-        from kvnotes.engine.models import DTYPES, load_model_and_tokenizer
-        from kvnotes.engine.quantize import stored_quantization
-        from kvnotes.engine.weights import weights_digest
+        from kvnotes.engine.loading import load_engine
+        from kvnotes.engine.models import DTYPES
 
         dtype = self._dtype or DTYPES[0]
         try:
@@ -101,14 +98,7 @@ class ModelCheckup:
             if fits.status == "fault":
                 return
             self._say(f"loading {resolved.name}")
-            model: Any = load_model_and_tokenizer(resolved, dtype=dtype).model
-            adapter = "" if resolved.adapter is None else adapter_digest(resolved.adapter)
-            engine = HFEngine(
-                model,
-                weights_digest(resolved.path),
-                adapter=adapter,
-                quantization=stored_quantization(model),
-            )
+            engine = load_engine(resolved, dtype=dtype).engine
         except KVNotesError as error:
             yield Check.fault(SECTION, "supported", error)
             return

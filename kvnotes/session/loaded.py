@@ -57,21 +57,12 @@ def load(
         EngineError: The memory does not hold it; no such dtype or quantization; the package
             that quantizes or applies an adapter is not there.
     """
-    from kvnotes.engine.adapters import adapter_digest
-    from kvnotes.engine.hf import HFEngine
-    from kvnotes.engine.models import load_model_and_tokenizer, resolve_model
-    from kvnotes.engine.quantize import quantize as quantized
-    from kvnotes.engine.quantize import stored_quantization
-    from kvnotes.engine.weights import weights_digest
+    from kvnotes.engine.loading import load_engine
+    from kvnotes.engine.models import resolve_model
     from kvnotes.gate import check_gate
 
     resolved = resolve_model(name)
-    model, tokenizer = load_model_and_tokenizer(resolved, dtype=dtype)
-    quantization = stored_quantization(model) if quantize is None else quantized(model, quantize)
-    adapter = "" if resolved.adapter is None else adapter_digest(resolved.adapter)
-    engine = HFEngine(
-        model, weights_digest(resolved.path), adapter=adapter, quantization=quantization
-    )
+    engine, tokenizer = load_engine(resolved, dtype=dtype, quantization=quantize)
     if verify_model:
         check_gate(engine)
     if not isinstance(store, KVStore):
