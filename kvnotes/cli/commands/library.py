@@ -215,4 +215,5 @@ def _print_changes(did: str, shelves: list[Shelf], json: bool) -> None:
     for shelf in shelves:
         count = len(shelf.entries)
         segments = f"{count} segment{'' if count == 1 else 's'}, {size(shelf.nbytes)}"
-        say(f"{did} {shelf.skill.ref}: {segments}{', pinned' if shelf.pinned else ''}")
+        kept = ", pinned" if shelf.pinned and did != "pinned" else ""
+        say(f"{did} {shelf.skill.ref}: {segments}{kept}")
