@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import kvnotes
-from kvnotes.engine.base import Engine, Execution, engine_versions
+from kvnotes.engine.base import Engine, Execution, Executor, engine_versions
 from kvnotes.errors import StorageError, UnsupportedModelError
 from kvnotes.fidelity import LOAD_TOLERANCE, compare, mask_reference
 from kvnotes.plan import Match, Plan, Splice, plan_compose, plan_keep, plan_without
@@ -185,6 +185,9 @@ def _round(engine: Engine, length: int) -> Iterator[GateRow]:
     spliced = _spliced(engine, ids, whole)
     if length == NUM_SHORT or engine.spec.chunk_size:
         yield GateRow("splice", length, _gap(engine, spliced), allowed)
+    if length == NUM_SHORT and not engine.copies_because:
+        copied = _spliced(engine, ids, whole, "copy")
+        yield GateRow("copy", length, _gap(engine, copied), allowed)
     image = engine.probe_image() if length == NUM_SHORT else None
     if image is not None:
         found = _with_image(engine, ids, image)
@@ -199,8 +202,13 @@ def _ids(engine: Engine, length: int) -> tuple[int, ...]:
     return tuple((7 + i * step + i // 32) % size for i in range(length))
 
 
-def _spliced(engine: Engine, ids: tuple[int, ...], whole: Execution) -> Execution:
-    """Put a compiled segment behind all but the last tokens, one seam token computed."""
+def _spliced(
+    engine: Engine, ids: tuple[int, ...], whole: Execution, executor: Executor = "view"
+) -> Execution:
+    """Put a compiled segment behind all but the last tokens, one seam token computed.
+
+    Every case is read where it stands, if the model can, however short it is.
+    """
     place = len(ids) - NUM_SEGMENT - NUM_TAIL
     chunk = engine.spec.chunk_size
     if chunk and len(ids) > chunk:
@@ -209,7 +217,7 @@ def _spliced(engine: Engine, ids: tuple[int, ...], whole: Execution) -> Executio
     splice = Splice("probe", segment.run, 0, NUM_SEGMENT, place)
     ideal = plan_compose(ids, [splice], num_seam_tokens=1)
     plan = plan_keep(whole.cache.layout, [Match(0, 0, place)], ideal, strategy="compose")
-    return engine.execute(plan, base=whole.cache, segments=[segment])
+    return engine.execute(plan, base=whole.cache, segments=[segment], executor=executor)
 
 
 def _with_image(engine: Engine, ids: tuple[int, ...], image: tuple[int, ...]) -> Execution:
@@ -217,7 +225,8 @@ def _with_image(engine: Engine, ids: tuple[int, ...], image: tuple[int, ...]) ->
     segment = engine.compile(image)
     whole = (*ids[:NUM_SEGMENT], *image, *ids[NUM_SEGMENT:])
     splice = Splice("image", segment.run, 0, len(image), NUM_SEGMENT)
-    return engine.execute(plan_compose(whole, [splice], num_seam_tokens=0), segments=[segment])
+    plan = plan_compose(whole, [splice], num_seam_tokens=0)
+    return engine.execute(plan, segments=[segment], executor="view")
 
 
 def _edits(engine: Engine, spliced: Execution, *, long: bool) -> Iterator[tuple[str, Execution]]:
@@ -241,7 +250,7 @@ def _edits(engine: Engine, spliced: Execution, *, long: bool) -> Iterator[tuple[
             recompute=edit.notes,
         )
         plan = plan_without(plan, engine.unmovable(plan), "unmovable")
-        yield case, engine.execute(plan, base=spliced.cache)
+        yield case, engine.execute(plan, base=spliced.cache, executor="view")
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,8 +29,9 @@ BLOCK_TOKENS = 512
 """Tokens rotated at a time: the block and its temporaries stay in the second-level cache
 (SmolLM2: 0.4 MB of keys per block)."""
 
-MAX_CACHED_TURNS = 4
-"""Rotations kept: one per segment in use; each is 2 x tokens x rotary_dim floats."""
+MAX_CACHED_TURN_TOKENS = 32_768
+"""Rotations kept, by their tokens: of some segments that are copied, or of many that are read
+where they stand (one token each). A token takes 2 x rotary_dim floats: 16 MiB for 64."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +79,23 @@ class Rotary:
             steps = torch.arange(num_tokens)
             found = self.turn(steps + source_start, steps + target_start)
             self._turns[key] = found
-            while len(self._turns) > MAX_CACHED_TURNS:
+            while sum(size for _, _, size in self._turns) > MAX_CACHED_TURN_TOKENS > num_tokens:
                 self._turns.popitem(last=False)
         else:
             self._turns.move_to_end(key)
         return found
+
+    def back(self, position: int, shift: int) -> Turn:
+        """Return the rotation of queries that read keys where these stand.
+
+        A key that is to be moved by `shift` gives the same score as the key where it stands,
+        if the query is turned by as much the other way.
+
+        Args:
+            position: Where the first of the keys belongs.
+            shift: How far it is from there, in tokens.
+        """
+        return self.shift(position, position - shift, 1)
 
     def _unit(self, positions: Tensor) -> Tensor:
         cos, sin = self.table(positions)

@@ -1,16 +1,18 @@
 """K/V of token runs, and caches made of them.
 
-Owns `KVSegment` (immutable K/V of one run), `Buffer` (memory that caches write into) and
-`KVCache` (views of segments, laid out in one buffer). No model calls here.
+Owns `KVSegment` (immutable K/V of one run), `Buffer` (memory that grows at its end) and
+`KVCache` (views of segments, and where each stands in memory). No model calls here.
 
     sources   segment "policy" at 0..1540      (compiled; shared by everybody)
     layout    R policy[1:1540] at 34  +  runs computed in place
-    buffer    [ header | seam | policy moved to 34.. | order | turn 1 | ....free.... ]
-              ^ one writer at a time; a slot that another live cache reads is never written
+    pieces    [ header seam ][ policy, keys 33 too low ][ order turn 1 ....free.... ]
+              own buffer      the segment's own memory   own buffer, goes on there
 
-A buffer grows at its end only. A cache may write a slot when no other live cache reads
-that slot or a later one; otherwise it copies. So a fork costs nothing until it writes, two
-forks never see each other, and appending a turn copies nothing.
+A piece whose keys stand elsewhere than in the prompt is attended from there, or copied and
+moved into the buffer. A buffer grows at its end only. A cache may write a slot when no other
+live cache reads that slot or a later one; otherwise it goes on in a buffer of its own. So a
+fork costs nothing until it writes, two forks never see each other, and a segment that many
+conversations use stands in memory once.
 """
 
 from __future__ import annotations
@@ -28,8 +30,9 @@ from kvnotes.errors import UnknownSegmentError
 from kvnotes.plan.lineage import Layout, Reuse, Run, canonical, clip, is_exact, layout_token_ids
 from kvnotes.spec import ModelIdentity, ModelSpec, TensorName
 
-SPARE_TOKENS = 512
-"""Free slots a new buffer gets, at least: some turns fit before it is copied to grow."""
+SPARE_TOKENS = 32
+"""Free slots a new buffer gets, at least: an erratum fits, and sixteen conversations over one
+policy of 6,000 tokens leave less than a tenth of it unused."""
 
 GROWTH = 1.25
 """A new buffer is this much larger than what it must hold: appends are amortised O(1)."""
@@ -177,21 +180,95 @@ class KVSegment(Holder):
         """Number of tokens."""
         return len(self.run)
 
+    @property
+    def slot_stop(self) -> int:
+        """Slot after its last token, in its buffer."""
+        return self.slot + self.num_tokens
+
+    def piece(self, view: Reuse) -> Piece:
+        """Return a view of it as a piece of a cache, read where it stands."""
+        memory = self if self.buffer is None else self.buffer
+        slot = self.slot + view.source_start
+        return Piece(memory, slot, view.target_start, view.num_tokens, view.shift)
+
     def checksum(self) -> float:
         """Sum over all elements in float64: changes when anything is overwritten."""
         return checksum(self.tensors)
 
 
-class KVCache:
-    """The K/V of one token sequence: a layout over segments, materialized in a buffer.
+@dataclass(frozen=True, slots=True, eq=False)
+class Piece:
+    """Tokens of a cache that stand side by side in one memory.
 
-    Immutable for its users: engines return new caches. Its first `length` slots stay as
-    they are while the cache lives.
+    Args:
+        memory: A buffer, or a compiled segment.
+        slot: Where its first token stands there.
+        start: Position of that token in the cache.
+        num_tokens: Number of tokens.
+        shift: How far its keys have still to move: they stand at `start - shift`.
+    """
+
+    memory: Holder
+    slot: int
+    start: int
+    num_tokens: int
+    shift: int = 0
+
+    @property
+    def stop(self) -> int:
+        """Position after its last token."""
+        return self.start + self.num_tokens
+
+    @property
+    def slot_stop(self) -> int:
+        """Slot after its last token."""
+        return self.slot + self.num_tokens
+
+    def clip(self, start: int, stop: int) -> Piece:
+        """Return the part at positions `[start, stop)`."""
+        low, high = max(start, self.start), min(stop, self.stop)
+        return Piece(self.memory, self.slot + low - self.start, low, high - low, self.shift)
+
+    def joined(self, other: Piece) -> Piece | None:
+        """Return both as one, if `other` goes on where this one ends; else None."""
+        goes_on = self.memory is other.memory and self.slot_stop == other.slot
+        if not goes_on or self.stop != other.start or self.shift != other.shift:
+            return None
+        num_tokens = self.num_tokens + other.num_tokens
+        return Piece(self.memory, self.slot, self.start, num_tokens, self.shift)
+
+
+Pieces = tuple[Piece, ...]
+
+
+def clip_pieces(pieces: Iterable[Piece], start: int, stop: int) -> Pieces:
+    """Return the parts of pieces that lie at positions `[start, stop)`."""
+    return tuple(p.clip(start, stop) for p in pieces if p.start < stop and p.stop > start)
+
+
+def join_pieces(pieces: Iterable[Piece]) -> Pieces:
+    """Return the same pieces, those as one that go on in memory where another ends."""
+    result: list[Piece] = []
+    for piece in pieces:
+        joined = result[-1].joined(piece) if result else None
+        if joined is not None:
+            result[-1] = joined
+        elif piece.num_tokens:
+            result.append(piece)
+    return tuple(result)
+
+
+class KVCache:
+    """The K/V of one token sequence: a layout over segments, and where its tokens stand.
+
+    Immutable for its users: engines return new caches. What it holds stays as it is while
+    the cache lives.
 
     Args:
         layout: What stands where, by target position from 0.
         sources: The segments the layout's runs come from.
-        buffer: Memory that holds the sequence at slots `[0, length)`.
+        pieces: Where its tokens stand in memory, by position from 0.
+        buffer: Memory that it grows in.
         identity: The model.
     """
 
@@ -199,20 +276,30 @@ class KVCache:
         self,
         layout: Layout,
         sources: Iterable[KVSegment],
+        pieces: Iterable[Piece],
         buffer: Buffer,
         identity: ModelIdentity,
     ) -> None:
         self.layout = layout
+        self.pieces = join_pieces(pieces)
         self.identity = identity
         self.buffer = buffer
         held = {id(view.run) for view in layout}
         by_run = {id(segment.run): segment for segment in sources}
         self._sources = {run: by_run[run] for run in held if run in by_run}
-        extents = {buffer: self.length}
-        for segment in self._sources.values():
-            if segment.buffer is not None and segment.buffer is not buffer:
-                stop = segment.slot + segment.num_tokens
-                extents[segment.buffer] = max(stop, extents.get(segment.buffer, 0))
+        self._read(self._extents())
+
+    def _extents(self) -> dict[Buffer, int]:
+        """Return each buffer it reads, with the slot after the last one."""
+        extents = {self.buffer: 0}
+        read = [(segment.buffer, segment.slot_stop) for segment in self._sources.values()]
+        read += [(p.memory, p.slot_stop) for p in self.pieces if isinstance(p.memory, Buffer)]
+        for memory, stop in read:
+            if memory is not None:
+                extents[memory] = max(stop, extents.get(memory, 0))
+        return extents
+
+    def _read(self, extents: dict[Buffer, int]) -> None:
         for memory, stop in extents.items():
             memory.read_until(self, stop)
 
@@ -222,9 +309,23 @@ class KVCache:
         return self.layout[-1].target_stop if self.layout else 0
 
     @property
+    def end(self) -> int:
+        """The slot of its buffer from which on it reads nothing."""
+        return self._extents()[self.buffer]
+
+    @property
     def sources(self) -> tuple[KVSegment, ...]:
         """The segments this cache is made of."""
         return tuple(self._sources.values())
+
+    @property
+    def in_place(self) -> bool:
+        """Whether every token stands in its buffer, at the slot of its position."""
+        if not self.pieces:
+            return True
+        first = self.pieces[0]
+        alone = len(self.pieces) == 1 and first.memory is self.buffer
+        return alone and first.slot == first.start == first.shift == 0
 
     @cached_property
     def token_ids(self) -> tuple[int, ...]:
@@ -260,47 +361,50 @@ class KVCache:
 
     def fork(self) -> KVCache:
         """Return a cache that shares everything and goes its own way from here."""
-        return KVCache(self.layout, self.sources, self.buffer, self.identity)
+        return KVCache(self.layout, self.sources, self.pieces, self.buffer, self.identity)
 
     def truncated(self, length: int) -> KVCache:
         """Return the cache of the first `length` tokens; shares all memory."""
         views: list[Reuse] = []
         sources: list[KVSegment] = []
         for view in clip(self.layout, 0, length):
-            segment = self.source(view.run)
-            if segment.buffer is self.buffer:
-                view, segment = _narrowed(view, segment)
+            view, segment = narrowed(view, self.source(view.run))
             views.append(view)
             sources.append(segment)
-        return KVCache(tuple(views), sources, self.buffer, self.identity)
+        pieces = clip_pieces(self.pieces, 0, length)
+        return KVCache(tuple(views), sources, pieces, self.buffer, self.identity)
 
-    def appended(self, segment: KVSegment) -> KVCache:
-        """Return this cache followed by a segment that stands behind it in its buffer."""
-        layout = (*self.layout, segment.run.whole())
-        return KVCache(layout, (*self.sources, segment), self.buffer, self.identity)
-
-    def moved_to(self, buffer: Buffer) -> KVCache:
-        """Return the same cache in another buffer that already holds a copy of it."""
-        return (
-            self
-            if buffer is self.buffer
-            else KVCache(self.layout, self.sources, buffer, self.identity)
+    def appended(self, run: Run, slot: int) -> KVCache:
+        """Return this cache followed by a run that was computed at `slot` of its buffer."""
+        piece = Piece(self.buffer, slot, self.length, len(run))
+        segment = self.buffer.segment(run, slot, self.identity)
+        return KVCache(
+            (*self.layout, run.whole()),
+            (*self.sources, segment),
+            (*self.pieces, piece),
+            self.buffer,
+            self.identity,
         )
+
+    def growing_in(self, buffer: Buffer, pieces: Iterable[Piece]) -> KVCache:
+        """Return the same cache where it grows in another buffer, and some tokens stand there."""
+        return KVCache(self.layout, self.sources, pieces, buffer, self.identity)
 
     def close(self) -> None:
         """Give the memory up: an engine is about to overwrite it."""
-        self.buffer.read_until(self, 0)
-        self.layout = ()
+        extents = self._extents()
+        self.layout, self.pieces = (), ()
         self._sources = {}
+        self._read(dict.fromkeys(extents, 0))
         self.__dict__.pop("token_ids", None)
         self.__dict__.pop("canonical_layout", None)
 
     def checksum(self) -> float:
         """Sum over all held elements in float64: changes when anything is overwritten."""
-        return checksum(self.buffer.part(0, self.length))
+        return sum(checksum(p.memory.part(p.slot, p.slot_stop)) for p in self.pieces)
 
 
-def _narrowed(view: Reuse, segment: KVSegment) -> tuple[Reuse, KVSegment]:
+def narrowed(view: Reuse, segment: KVSegment) -> tuple[Reuse, KVSegment]:
     """Cut a run and its segment to the tokens that a view takes.
 
     For memory that may change: what a cache does not read may be overwritten, and a segment

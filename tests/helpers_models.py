@@ -29,7 +29,9 @@ from kvnotes.engine.base import Engine
 from kvnotes.engine.hf import HFEngine
 from kvnotes.engine.weights import state_dict_digest
 from kvnotes.plan import Layout
-from kvnotes.segment import KVCache
+from kvnotes.rope import Rotary, move_keys
+from kvnotes.segment import KVCache, Piece
+from kvnotes.spec import TensorName
 
 VOCAB_SIZE = 89
 NUM_LAYERS = 3
@@ -88,6 +90,9 @@ def _mistral(window: int | None = None) -> nn.Module:
     return MistralForCausalLM(config)
 
 
+ROTARIES: dict[str, Sequence[Rotary]] = {}
+"""Rotary embeddings of the engines that tests have made, by fingerprint."""
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "llama-gqa": _llama,
     "llama-mha": lambda: _llama(num_key_value_heads=4),
@@ -123,7 +128,9 @@ def build(name: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
 
 def engine_of(model: Any) -> HFEngine:
     """Return an engine on a model, its identity from the weights it has."""
-    return HFEngine(model, state_dict_digest(model.state_dict()))
+    made = HFEngine(model, state_dict_digest(model.state_dict()))
+    ROTARIES[made.fingerprint] = made.rotaries
+    return made
 
 
 @cache
@@ -141,9 +148,24 @@ def plain_logits(model: Any, token_ids: Sequence[int]) -> Tensor:
 
 
 def snapshot(cache_: KVCache) -> list[Tensor]:
-    """Copy what a cache holds now."""
-    layers = (*cache_.buffer.keys, *cache_.buffer.values)
-    return [layer[:, : cache_.length].clone() for layer in layers]
+    """Copy what a cache holds now, piece by piece, keys moved to where they belong."""
+    names = cache_.identity.spec.tensor_names
+    layers = list(enumerate(cache_.identity.spec.layers))
+    return [
+        torch.cat([_held(piece, name, i, cache_) for piece in cache_.pieces], 1)
+        for name in names
+        for i, _ in layers
+    ]
+
+
+def _held(piece: Piece, name: TensorName, layer: int, cache_: KVCache) -> Tensor:
+    held = piece.memory.tensors[name][layer][:, piece.slot : piece.slot_stop].clone()
+    rope = cache_.identity.spec.layers[layer].rope_of(name)
+    if not piece.shift or rope is None:
+        return held
+    places = torch.arange(piece.start, piece.stop)
+    rotary = ROTARIES[cache_.identity.fingerprint][rope]
+    return move_keys(held, places - piece.shift, places, rotary)
 
 
 def same_kv(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:

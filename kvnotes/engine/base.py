@@ -23,7 +23,11 @@ from kvnotes.rope import Rotary
 from kvnotes.segment import KVCache, KVSegment
 from kvnotes.spec import ModelIdentity, ModelSpec
 
-Executor = Literal["fast", "loop"]
+Executor = Literal["fast", "view", "copy", "loop"]
+"""How a plan is run: `fast` reads K/V where they stand, if the model can and if there are enough
+of them, and computes all new tokens in one masked forward; `view` reads them there however few
+they are; `copy` puts everything in one buffer first; `loop` is the plain reference, step by step
+over a cache that grows by concatenation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +97,23 @@ class Execution:
         return self.logits
 
 
+@dataclass(frozen=True, slots=True)
+class Fed:
+    """A token that is fed back behind a cache.
+
+    Args:
+        cache: Prompt, with room behind it.
+        num_fed: How many tokens stand behind it already.
+        token_id: The token.
+        place: Its position for the model.
+    """
+
+    cache: KVCache
+    num_fed: int
+    token_id: int
+    place: int
+
+
 @runtime_checkable
 class Generation(Protocol):
     """Tokens as they are generated; iterate it, then read `cache`."""
@@ -115,6 +136,8 @@ class Engine(ABC):
     identity: ModelIdentity
     rotaries: tuple[Rotary, ...]
     cost: CostModel
+    copies_because: str = ""
+    """Why K/V have to be copied to where they are needed; "": they are read where they stand."""
 
     @property
     def spec(self) -> ModelSpec:
@@ -143,6 +166,7 @@ class Engine(ABC):
         base: KVCache | None = None,
         segments: Iterable[KVSegment] = (),
         consume: bool = False,
+        reserve: int = 0,
         executor: Executor = "fast",
     ) -> Execution:
         """Run a plan.
@@ -152,7 +176,8 @@ class Engine(ABC):
             base: The cache whose runs the plan reuses.
             segments: Compiled segments it reuses.
             consume: The caller will not use `base` again: its memory may be overwritten.
-            executor: `fast` is one masked forward; `loop` is the plain reference.
+            reserve: Room that will be wanted behind the result, in tokens.
+            executor: See `Executor`; all give the same result, to rounding.
 
         Raises:
             UnknownSegmentError: A run is held neither by `base` nor by `segments`.
@@ -169,6 +194,21 @@ class Engine(ABC):
         Raises:
             OutOfCacheError: Prompt and limit exceed the model's context, before any work.
         """
+
+    @abstractmethod
+    def room_for(self, cache: KVCache, num_tokens: int) -> KVCache:
+        """Return the same cache with room for so many tokens behind it."""
+
+    @abstractmethod
+    def step(self, rows: Sequence[Fed]) -> Float[Tensor, "rows vocab"]:
+        """Compute one more token of each of some sequences; return the logits after them.
+
+        Their K/V go behind each cache, which must have room.
+        """
+
+    @abstractmethod
+    def gathered(self, cache: KVCache) -> KVCache:
+        """Return the same cache with every token at the slot of its position in one buffer."""
 
     @abstractmethod
     def score(self, start: Execution, choices: Sequence[Sequence[int]]) -> tuple[float, ...]:

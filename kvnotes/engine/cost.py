@@ -55,9 +55,22 @@ class Passes:
 
 
 def measure_cost(
-    spec: ModelSpec, rotaries: Sequence[Rotary], dtype: torch.dtype, passes: Passes
+    spec: ModelSpec,
+    rotaries: Sequence[Rotary],
+    dtype: torch.dtype,
+    passes: Passes,
+    *,
+    copies: bool,
 ) -> CostModel:
-    """Return the cost model of a model on this machine, at the speed it has now."""
+    """Return the cost model of a model on this machine, at the speed it has now.
+
+    Args:
+        spec: The model's shapes.
+        rotaries: Its rotary embeddings.
+        dtype: Of what it caches.
+        passes: What can be timed of it.
+        copies: K/V that move are copied; else they are read where they stand, for nothing.
+    """
     few = _best_ms(lambda: passes.run_layer(NUM_FEW))
     many = _best_ms(lambda: passes.run_layer(NUM_MANY))
     per_pair = _attention_ms(spec, dtype)
@@ -69,7 +82,7 @@ def measure_cost(
     return CostModel(
         ms_per_token=per_token,
         ms_per_pair=per_pair,
-        ms_per_moved_token=_moving_ms(spec, rotaries, dtype),
+        ms_per_moved_token=_moving_ms(spec, rotaries, dtype) if copies else 0.0,
         ms_per_pass=max(fixed, passes.whole_ms / 2),
         tokens_per_pass=passes.tokens_per_pass,
     )

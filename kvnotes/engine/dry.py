@@ -14,8 +14,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvnotes.engine.base import Engine, Execution, Executor, SamplingParams, Stopwatch
-from kvnotes.engine.execute import settle
+from kvnotes.engine.base import Engine, Execution, Executor, Fed, SamplingParams, Stopwatch
+from kvnotes.engine.execute import arrange_in_place, settle
 from kvnotes.engine.generate import TokenStream
 from kvnotes.errors import EngineError
 from kvnotes.plan import Match, Plan, Run
@@ -46,6 +46,7 @@ class DryEngine(Engine):
         self.identity = engine.identity
         self.rotaries = engine.rotaries
         self.cost = engine.cost
+        self.copies_because = engine.copies_because
         self._note_score_share = engine.note_score_share
         self._reply_id = reply_id
         self._dtype: torch.dtype = getattr(torch, engine.spec.dtype)
@@ -71,12 +72,13 @@ class DryEngine(Engine):
         base: KVCache | None = None,
         segments: Iterable[KVSegment] = (),
         consume: bool = False,
+        reserve: int = 0,
         executor: Executor = "fast",
     ) -> Execution:
         """Return the cache that a plan leaves, without its K/V."""
         watch = Stopwatch()
         sources = self.sources_of(plan, base, segments)
-        cache = settle(plan, sources, self._buffer(len(plan.token_ids)), self.identity)
+        cache = self._run(plan, sources, reserve)
         logits = self._logits() if plan.yields_logits else None
         return Execution(cache, logits, watch.elapsed_ms)
 
@@ -130,18 +132,27 @@ class DryEngine(Engine):
         """Refuse, as above."""
         raise EngineError("a dry run has no reference", hint="run it on the engine itself")
 
-    def writable_buffer(self, cache: KVCache, num_tokens: int) -> Buffer:
-        """Return a buffer for so many tokens; there is nothing to copy into it."""
-        return self._buffer(num_tokens)
+    def room_for(self, cache: KVCache, num_tokens: int) -> KVCache:
+        """Return the cache in memory for so many more tokens: there is nothing to copy."""
+        plan = Plan(cache.token_ids, cache.layout, base=cache.layout)
+        return self._run(plan, cache.sources, num_tokens)
 
-    def step(self, token_id: int, slot: int, buffer: Buffer, place: int) -> Float[Tensor, " vocab"]:
+    def gathered(self, cache: KVCache) -> KVCache:
+        """Return the cache: everything is in place."""
+        return cache
+
+    def step(self, rows: Sequence[Fed]) -> Float[Tensor, "rows vocab"]:
         """Return logits that are certain of the stand-in token."""
-        return self._logits()
+        return self._logits().expand(len(rows), -1)
 
     def _logits(self) -> Tensor:
         logits = torch.full((self.spec.vocab_size,), -torch.inf)
         logits[self._reply_id] = 0.0
         return logits
+
+    def _run(self, plan: Plan, sources: Sequence[KVSegment], reserve: int) -> KVCache:
+        made = arrange_in_place(plan, None, sources, self._buffer, consume=False, reserve=reserve)
+        return settle(plan, sources, made, self.identity)
 
     def _buffer(self, num_tokens: int) -> Buffer:
         return Buffer.allocate(self.spec, num_tokens, self._dtype, "meta")

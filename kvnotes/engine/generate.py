@@ -9,23 +9,23 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvnotes.engine.base import Execution, SamplingParams
+from kvnotes.engine.base import Execution, Fed, SamplingParams
 from kvnotes.plan import Run
-from kvnotes.segment import Buffer, KVCache
+from kvnotes.segment import KVCache
 
 
 @runtime_checkable
 class Stepper(Protocol):
     """What a stream needs of its engine."""
 
-    def writable_buffer(self, cache: KVCache, num_tokens: int) -> Buffer:
-        """Return a buffer that holds `cache` and may be written from its end on."""
+    def room_for(self, cache: KVCache, num_tokens: int) -> KVCache:
+        """Return the same cache with room for so many tokens behind it."""
 
     def place_after(self, token_ids: Sequence[int]) -> int:
         """Return the position of the next token."""
 
-    def step(self, token_id: int, slot: int, buffer: Buffer, place: int) -> Tensor:
-        """Compute one token and return the logits after it."""
+    def step(self, rows: Sequence[Fed]) -> Tensor:
+        """Compute one token of each sequence; return the logits after them."""
 
 
 class Sampler:
@@ -52,7 +52,7 @@ class Sampler:
 
 
 class TokenStream:
-    """Generated token ids, one forward each. Iterate it once.
+    """Generated token ids, one forward each. Iterate it once, alone or with others.
 
     The last token yielded has not been fed back: the next turn computes it.
     """
@@ -70,7 +70,8 @@ class TokenStream:
         self._stop_ids = stop_ids
         self._ids: list[int] = []
         self._num_fed = 0
-        self._buffer = start.cache.buffer
+        self._cache = start.cache
+        self._closed = False
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -78,32 +79,80 @@ class TokenStream:
         return tuple(self._ids)
 
     def __iter__(self) -> Iterator[int]:
-        base, params = self._start.cache, self._params
-        logits = self._start.last_logits()
-        self._buffer = self._engine.writable_buffer(base, base.length + params.max_new_tokens)
-        self._buffer.read_until(self, base.length + params.max_new_tokens)
-        sampler, place = Sampler(params), self._engine.place_after(base.token_ids)
-        try:
-            while True:
-                token_id = sampler.choose(logits)
-                self._ids.append(token_id)
-                yield token_id
-                if token_id in self._stop_ids or len(self._ids) >= params.max_new_tokens:
-                    return
-                logits = self._engine.step(
-                    token_id, base.length + self._num_fed, self._buffer, place + self._num_fed
-                )
-                self._num_fed += 1
-        finally:
-            self._buffer.read_until(self, base.length + self._num_fed)
+        for _, token_id in together([self]):
+            yield token_id
 
     @property
     def cache(self) -> KVCache:
         """Cache of the prompt and the tokens fed back so far."""
-        base = self._start.cache
         fed = tuple(self._ids[: self._num_fed])
         if not fed:
-            return base
-        run = Run(fed, base.length, base.canonical_layout)
-        segment = self._buffer.segment(run, base.length, base.identity)
-        return base.moved_to(self._buffer).appended(segment)
+            return self._start.cache
+        run = Run(fed, self._cache.length, self._cache.canonical_layout)
+        return self._cache.appended(run, self._cache.end)
+
+    def close(self) -> None:
+        """End it: memory that was kept for further tokens is free again."""
+        self._closed = True
+        self._cache.buffer.read_until(self, self._cache.end + self._num_fed)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether another token may come."""
+        ended = self._ids and self._ids[-1] in self._stop_ids
+        return not (self._closed or ended or len(self._ids) >= self._params.max_new_tokens)
+
+    def begin(self) -> Tensor:
+        """Make room for all tokens; return the logits of the first."""
+        logits = self._start.last_logits()
+        limit = self._params.max_new_tokens
+        self._cache = self._engine.room_for(self._start.cache, limit)
+        self._cache.buffer.read_until(self, self._cache.end + limit)
+        self._sampler = Sampler(self._params)
+        self._place = self._engine.place_after(self._cache.token_ids)
+        return logits
+
+    def choose(self, logits: Float[Tensor, " vocab"]) -> int:
+        """Choose the next token."""
+        self._ids.append(self._sampler.choose(logits))
+        return self._ids[-1]
+
+    @property
+    def fed(self) -> Fed:
+        """The last token, to be fed back."""
+        return Fed(self._cache, self._num_fed, self._ids[-1], self._place + self._num_fed)
+
+    def has_fed(self) -> None:
+        """Say that the last token stands in memory."""
+        self._num_fed += 1
+
+    @property
+    def engine(self) -> Stepper:
+        """What computes it."""
+        return self._engine
+
+
+def together(streams: Sequence[TokenStream]) -> Iterator[tuple[int, int]]:
+    """Generate several streams of one engine at once: each pass computes a token of each.
+
+    A stream may be closed while this runs; it then gets no further token.
+
+    Yields:
+        Which stream, and its token.
+    """
+    try:
+        rows = {index: stream.begin() for index, stream in enumerate(streams)}
+        while rows:
+            for index, logits in rows.items():
+                if streams[index].is_open:
+                    yield index, streams[index].choose(logits)
+            still = [index for index in rows if streams[index].is_open]
+            if not still:
+                return
+            logits = streams[still[0]].engine.step([streams[index].fed for index in still])
+            for index in still:
+                streams[index].has_fed()
+            rows = dict(zip(still, logits, strict=True))
+    finally:
+        for stream in streams:
+            stream.close()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,11 +18,18 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from kvnotes.engine.attention import use_packed_attention
-from kvnotes.engine.base import Engine, Execution, Executor, SamplingParams, Stopwatch
+from kvnotes.engine.attention import CHECK_TOLERANCE, AttentionNames, use_packed_attention
+from kvnotes.engine.base import Engine, Execution, Executor, Fed, SamplingParams, Stopwatch
+from kvnotes.engine.blocks import Reading, Reads
 from kvnotes.engine.cost import Passes, measure_cost
 from kvnotes.engine.discover import NUM_PROBE_TOKENS, Held, check_supported, discover
-from kvnotes.engine.execute import place, settle, target_buffer
+from kvnotes.engine.execute import (
+    Arrangement,
+    arrange_in_place,
+    arrange_over_views,
+    place,
+    settle,
+)
 from kvnotes.engine.generate import TokenStream
 from kvnotes.engine.images import Images, has_images
 from kvnotes.engine.masks import Visibility, seeing
@@ -30,17 +38,33 @@ from kvnotes.engine.slots import (
     GrowingLayer,
     PassingLayer,
     StopForward,
+    Target,
+    WritingLayer,
     by_layer,
     slot_layers,
 )
 from kvnotes.errors import EngineError, UnsupportedModelError
 from kvnotes.plan import Compute, Match, Plan, Reuse, Run
-from kvnotes.segment import Buffer, BufferPool, KVCache, KVSegment, Tensors, empty_tensors
+from kvnotes.segment import (
+    Buffer,
+    BufferPool,
+    KVCache,
+    KVSegment,
+    Piece,
+    Pieces,
+    clip_pieces,
+    empty_tensors,
+    join_pieces,
+)
 from kvnotes.spec import ModelIdentity, ModelSpec, TensorName
 
 PREFILL_CHUNK = 512
 """Tokens per forward: activations stay in the cache of the CPU (SmolLM2, 1.5k tokens, one
 thread: 4.6 s against 5.0 s at once)."""
+
+NUM_TRIAL_TOKENS = 4
+"""Tokens of each of the three stretches by which loading finds out whether a model can read K/V
+where they stand."""
 
 NOTE_DEPTH_SHARE = 0.1
 """`note_scores` runs this share of the layers: notes differ from the second layer on, and
@@ -70,8 +94,10 @@ class HFEngine(Engine):
         names = inspect.signature(model.forward).parameters
         self._cache_name = "cache" if "cache" in names else "past_key_values"
         self._keeps_logits = "logits_to_keep" in names
-        self._own_attention = model.config._attn_implementation
-        use_packed_attention(model, self._form, self._probe_forward)
+        self._own_attention = AttentionNames.of(model)
+        self.copies_because = ""
+        if not use_packed_attention(model, self._form, self._probe_forward):
+            self.copies_because = "its attention is its own"
         times: list[float] = []
 
         def timed_forward(ids: list[int], positions: Tensor) -> list[Held]:
@@ -83,13 +109,50 @@ class HFEngine(Engine):
         found = discover(model, self._form, timed_forward)
         spec, self.rotaries = found.spec, found.rotaries
         self.identity = ModelIdentity(spec, weights_digest, adapter, quantization)
+        self._ropes = tuple(layer.rope_of("keys") for layer in spec.layers)
+        self._pool = BufferPool(spec, model.dtype)
+        self.copies_because = self._why_it_copies()
         passes = Passes(
             NUM_PROBE_TOKENS, min(times), self._run_layer, _layer_share(spec), PREFILL_CHUNK
         )
-        self.cost = measure_cost(spec, self.rotaries, model.dtype, passes)
-        self._pool = BufferPool(spec, model.dtype)
+        self.cost = measure_cost(
+            spec, self.rotaries, model.dtype, passes, copies=bool(self.copies_because)
+        )
         deepest = spec.num_layers - 1
         self._depth = min(max(1, round(NOTE_DEPTH_SHARE * spec.num_layers)), deepest)
+
+    def _why_it_copies(self) -> str:
+        """Return why K/V cannot be read where they stand; "" if a trial shows that they can.
+
+        A segment between other tokens is read in a pass, and copied there by the reference.
+        """
+        if self.copies_because:
+            return self.copies_because
+        if any(layer.kind == "latent" for layer in self.spec.layers):
+            return "its layers make keys from a latent vector"
+        size = NUM_TRIAL_TOKENS
+        ids = tuple(i % self.spec.vocab_size for i in range(3 * size))
+        first, middle, last = ids[:size], ids[size : 2 * size], ids[2 * size :]
+        self.copies_because = "this is being tried"
+        moves = not self.spec.chunk_size or 2 * size <= self.spec.chunk_size
+        segment = self.compile(middle, () if moves else first)
+        view = segment.run.whole(size)
+        plan = Plan(ids, (Compute(0, first), view, Compute(2 * size, last)))
+        copied = self.execute(plan, segments=[segment]).last_logits()
+        buffer = self._new_buffer(2 * size)
+        ends = Piece(buffer, 0, 0, size), Piece(buffer, size, 2 * size, size)
+        arrangement = Arrangement(buffer, ((ends[0],), (segment.piece(view),), (ends[1],)), ())
+        self.copies_because = ""
+        try:
+            new = _New.of(plan, arrangement)
+            read = self._compute(ids, new, arrangement.all_pieces, None)
+        except Exception as error:  # third-party code: whatever it is, it cannot read so
+            said = getattr(error, "message", f"{type(error).__name__}: {error}")
+            return f"its attention does not read what it is told to: {said}"
+        gap = float((read - copied).abs().max() / copied.abs().max())
+        if not gap <= CHECK_TOLERANCE[self.model.dtype]:
+            return f"what it reads where it stands is off by {gap:.0e}"
+        return ""
 
     def compile(self, token_ids: Sequence[int], preamble_ids: Sequence[int] = ()) -> KVSegment:
         ids, preamble = tuple(token_ids), tuple(preamble_ids)
@@ -98,7 +161,9 @@ class HFEngine(Engine):
         whole = (*preamble, *ids)
         self.check_length(len(whole), "the segment")
         buffer = self._new_buffer(len(whole))
-        self._compute(list(range(len(whole))), whole, buffer, self._places.of(whole))
+        piece = Piece(buffer, 0, 0, len(whole))
+        new = _New(list(range(len(whole))), list(range(len(whole))), buffer)
+        self._compute(whole, new, (piece,), self._places.of(whole))
         run = Run(whole).cut(len(preamble), len(whole))
         part = buffer.part(len(preamble), len(whole))
         if preamble:  # else it is the whole memory
@@ -112,28 +177,45 @@ class HFEngine(Engine):
         base: KVCache | None = None,
         segments: Iterable[KVSegment] = (),
         consume: bool = False,
+        reserve: int = 0,
         executor: Executor = "fast",
     ) -> Execution:
         watch = Stopwatch()
         sources = self.sources_of(plan, base, segments)
-        if executor == "loop":
-            buffer, logits = self._run_loop(plan, sources)
-        else:
-            axes = self._places.of(plan.token_ids)
-            target = target_buffer(
-                plan, base, sources, consume=consume, stays=self._places.stays(axes, base)
+        axes = self._places.of(plan.token_ids)
+        turns = self._places.turns(axes)
+        over_views = executor in ("fast", "view") and not self.copies_because
+        arrangement = None
+        if over_views:
+            arrangement = arrange_over_views(
+                plan,
+                base,
+                sources,
+                self._pool.take,
+                consume=consume,
+                reserve=reserve,
+                turns=turns,
+                always=executor == "view",
             )
-            buffer = target.buffer or self._pool.take(len(plan.token_ids))
-            for view in target.missing:
-                place(view, sources, buffer, self.rotaries, turns=self._places.turns(axes))
-            positions = [
-                position
-                for step in plan.steps
-                if isinstance(step, Compute)
-                for position in range(step.target_start, step.target_stop)
-            ]
-            logits = self._compute(positions, plan.token_ids, buffer, axes)
-        cache = settle(plan, sources, buffer, self.identity)
+        if arrangement is None:
+            arrangement = arrange_in_place(
+                plan,
+                base if executor != "loop" else None,
+                sources,
+                self._pool.take,
+                consume=consume,
+                reserve=reserve,
+                stays=self._places.stays(axes, base),
+            )
+        if executor == "loop":
+            logits = self._run_loop(plan, sources, arrangement.buffer)
+        else:
+            for view, slot in arrangement.copies:
+                place(view, sources, arrangement.buffer, self.rotaries, slot=slot, turns=turns)
+            new = _New.of(plan, arrangement)
+            pieces = arrangement.all_pieces
+            logits = self._compute(plan.token_ids, new, pieces, axes, over_views=over_views)
+        cache = settle(plan, sources, arrangement, self.identity)
         return Execution(cache, logits if plan.yields_logits else None, watch.elapsed_ms)
 
     def generate(
@@ -158,24 +240,36 @@ class HFEngine(Engine):
         owner = torch.tensor([index for index, _ in fed])
         depth = torch.tensor([i for _, i in fed])
         own = (owner[:, None] == owner[None]) & (depth[None] <= depth[:, None])
-        allowed = torch.cat([torch.ones(len(fed), length, dtype=torch.bool), own], 1)
-        places = depth + length
-        next_ = self.place_after(start.cache.token_ids)
-        seen = Visibility(
-            places,
-            torch.cat([torch.arange(length), places]),
-            allowed,
-            places=None if next_ == length else (depth + next_).expand(3, -1),
-        )
-        stop = length + len(fed)
-        buffer = self.writable_buffer(start.cache, stop)
-        layers = slot_layers(buffer.tensors, slice(length, stop), stop)
         ids = [choices[index][i] for index, i in fed]
-        logits = self._call(ids, seen, self._form.cache(layers), len(fed))
+        logits = self._call_behind(start.cache, ids, depth, own)
         logprobs = torch.log_softmax(logits, -1)
         for row, (index, i) in enumerate(fed):
             totals[index] += float(logprobs[row, choices[index][i + 1]])
         return tuple(totals)
+
+    def _call_behind(self, cache: KVCache, ids: list[int], depth: Tensor, own: Tensor) -> Tensor:
+        """Return logits after tokens that stand behind a cache side by side.
+
+        Args:
+            cache: The cache.
+            ids: The tokens.
+            depth: How many tokens behind the cache each of them stands.
+            own: Which of them each of them sees.
+        """
+        cache = self.room_for(cache, len(ids))
+        length, end, buffer = cache.length, cache.end, cache.buffer
+        queries, next_ = depth + length, self.place_after(cache.token_ids)
+        places = None if next_ == length else (depth + next_).expand(3, -1)
+        slots = slice(end, end + len(ids))
+        if self.copies_because:
+            keys = torch.cat([torch.arange(length), queries])
+            allowed = torch.cat([own.new_ones(len(ids), length), own], 1)
+            seen = Visibility(queries, keys, allowed, places=places)
+            layers = slot_layers(buffer.tensors, slots, end + len(ids))
+            return self._call(ids, seen, self._form.cache(layers), len(ids))
+        new = [Piece(buffer, end + i, p, 1) for i, p in enumerate(queries.tolist())]
+        reading = Reading(queries, (*cache.pieces, *new), own)
+        return self._call_reading(ids, [reading], [(buffer, slots)], places, len(ids))
 
     def note_scores(
         self, cache: KVCache, token_ids: Sequence[int], matches: Sequence[Match]
@@ -184,9 +278,10 @@ class HFEngine(Engine):
         new = list(token_ids[start:])
         if not new:
             return []
+        memory = self.gathered(cache).buffer
         layers = [
             PassingLayer(part, last=i == self._depth)
-            for i, part in enumerate(by_layer(cache.buffer.part(0, start)))
+            for i, part in enumerate(by_layer(memory.part(0, start)))
         ]
         positions = torch.arange(start, start + len(new))
         seen = self._seeing(positions, len(token_ids), self._places.of(token_ids))
@@ -196,7 +291,7 @@ class HFEngine(Engine):
         moves = self.spec.layers[self._depth].rope_of("values") is not None
         name: TensorName = "keys" if moves else "values"
         fresh = layers[self._depth].fresh[name]
-        held = cache.buffer.tensors[name][self._depth]
+        held = memory.tensors[name][self._depth]
         scores: list[tuple[int, float]] = []
         for match in matches:
             skip = max(0, start - match.target_start)
@@ -228,58 +323,114 @@ class HFEngine(Engine):
         return self._call(list(token_ids), seen, None, rows)
 
     def own_forward(self, token_ids: Sequence[int]) -> Float[Tensor, " vocab"]:
-        ours = self.model.config._attn_implementation
-        self.model.set_attn_implementation(self._own_attention)
+        ours = AttentionNames.of(self.model)
+        self._own_attention.set()
         try:
             with torch.inference_mode():
                 keep = {"logits_to_keep": 1} if self._keeps_logits else {}
                 output = self.model(input_ids=torch.tensor([list(token_ids)]), **keep)
         finally:
-            self.model.set_attn_implementation(ours)
+            ours.set()
         logits: Tensor = output.logits[0, -1].float()
         return logits
 
-    def writable_buffer(self, cache: KVCache, num_tokens: int) -> Buffer:
-        """Return a buffer that holds `cache` and may be written from its end on."""
-        buffer = cache.buffer
-        if buffer.capacity >= num_tokens and buffer.writable(cache.length):
-            return buffer
-        copy = self._pool.take(num_tokens)
-        _copy(buffer.part(0, cache.length), copy.part(0, cache.length))
-        return copy
+    def room_for(self, cache: KVCache, num_tokens: int) -> KVCache:
+        buffer, end = cache.buffer, cache.end
+        usable = not self.copies_because or cache.in_place
+        if usable and buffer.capacity - end >= num_tokens and buffer.writable(end):
+            return cache
+        plan = Plan(cache.token_ids, cache.layout, "room", base=cache.layout)
+        return self.execute(plan, base=cache, reserve=num_tokens).cache
 
-    def step(self, token_id: int, slot: int, buffer: Buffer, place: int) -> Float[Tensor, " vocab"]:
-        """Compute one token at the end of a buffer and return the logits after it."""
+    def gathered(self, cache: KVCache) -> KVCache:
+        if cache.in_place:
+            return cache
+        plan = Plan(cache.token_ids, cache.layout, "gather", base=cache.layout)
+        return self.execute(plan, base=cache, executor="copy").cache
+
+    def step(self, rows: Sequence[Fed]) -> Float[Tensor, "rows vocab"]:
+        if self.copies_because:
+            return torch.cat([self._step_in_place(row) for row in rows])
+        readings, targets = [], []
+        for row in rows:
+            cache, slot = row.cache, row.cache.end + row.num_fed
+            new = Piece(cache.buffer, cache.end, cache.length, row.num_fed + 1)
+            at = torch.tensor([cache.length + row.num_fed])
+            readings.append(Reading(at, join_pieces((*cache.pieces, new))))
+            targets.append((cache.buffer, slice(slot, slot + 1)))
+        axes = None
+        if any(row.place != row.cache.length + row.num_fed for row in rows):
+            axes = torch.tensor([row.place for row in rows]).expand(3, -1)
+        ids = [row.token_id for row in rows]
+        return self._call_reading(ids, readings, targets, axes, len(ids))
+
+    def _step_in_place(self, row: Fed) -> Tensor:
+        slot, buffer = row.cache.length + row.num_fed, row.cache.buffer
         seen = Visibility(
             torch.tensor([slot]),
             torch.arange(slot + 1),
-            places=None if place == slot else torch.full((3, 1), place),
+            places=None if row.place == slot else torch.full((3, 1), row.place),
         )
         cache = self._form.cache(slot_layers(buffer.tensors, slice(slot, slot + 1), slot + 1))
-        return self._call([token_id], seen, cache, 1)[-1]
+        return self._call([row.token_id], seen, cache, 1)
 
     def _compute(
-        self, new: list[int], ids: Sequence[int], buffer: Buffer, axes: Tensor | None
+        self,
+        ids: Sequence[int],
+        new: _New,
+        pieces: Pieces,
+        axes: Tensor | None,
+        *,
+        over_views: bool = True,
     ) -> Tensor:
         """Compute tokens of a prompt, in order, chunk by chunk; return the last logits.
 
         Args:
-            new: Which of its tokens.
             ids: The prompt.
-            buffer: Where their K/V go, and those of the others stand.
+            new: Which of its tokens, and where they go.
+            pieces: Where all of its tokens stand.
             axes: Positions of the whole prompt, where images stand in it.
+            over_views: Read the others where they stand; else they are in place.
         """
         logits = torch.empty(0)
-        for first in range(0, len(new), PREFILL_CHUNK):
-            chunk = new[first : first + PREFILL_CHUNK]
-            start, stop = chunk[0], chunk[-1] + 1
-            at = torch.tensor(chunk)
-            dense = stop - start == len(chunk)
-            seen = self._seeing(at, stop, axes, in_order=dense and start == 0)
-            slots: slice | Tensor = slice(start, stop) if dense else at
-            cache = self._form.cache(slot_layers(buffer.tensors, slots, stop))
-            logits = self._call([ids[slot] for slot in chunk], seen, cache, 1)[-1]
+        for first in range(0, len(new.positions), PREFILL_CHUNK):
+            chunk = new.positions[first : first + PREFILL_CHUNK]
+            at, stop = torch.tensor(chunk), chunk[-1] + 1
+            slots = _as_slice(new.slots[first : first + PREFILL_CHUNK])
+            tokens = [ids[position] for position in chunk]
+            if over_views and not self.copies_because:
+                reading = Reading(at, clip_pieces(pieces, 0, stop))
+                places = None if axes is None else axes[:, at]
+                targets = [(new.buffer, slots)]
+                logits = self._call_reading(tokens, [reading], targets, places, 1)[-1]
+                continue
+            in_order = chunk[0] == 0 and stop == len(chunk)
+            seen = self._seeing(at, stop, axes, in_order=in_order)
+            cache = self._form.cache(slot_layers(new.buffer.tensors, slots, stop))
+            logits = self._call(tokens, seen, cache, 1)[-1]
         return logits
+
+    def _call_reading(
+        self,
+        ids: list[int],
+        readings: Sequence[Reading],
+        targets: Sequence[Target],
+        places: Tensor | None,
+        keep: int,
+    ) -> Tensor:
+        """Run the model over new tokens of some sequences, reading the others where they stand.
+
+        Args:
+            ids: The new tokens, sequence after sequence.
+            readings: What those of each sequence may see.
+            targets: Where their K/V go.
+            places: Their positions, where images stand among them.
+            keep: Of how many of the last ones logits are wanted.
+        """
+        reads = Reads(readings, self.rotaries, self._ropes)
+        seen = Visibility(reads.queries, reads.queries, places=places, reads=reads)
+        layers = [WritingLayer(i, reads, targets) for i in range(self.spec.num_layers)]
+        return self._call(ids, seen, self._form.cache(layers), keep)
 
     def _call(
         self, ids: list[int], seen: Visibility, cache: Cache | None, keep: int | Sequence[int]
@@ -293,6 +444,9 @@ class HFEngine(Engine):
             # without one transformers takes gaps between positions for packed sequences
             options["attention_mask"] = torch.ones(1, len(ids), dtype=torch.long)
         if self._keeps_logits:
+            if isinstance(keep, int) and seen.reads is not None:
+                # as a number it lets some models leave out queries, which reads count on
+                keep = range(len(ids) - keep, len(ids))
             options["logits_to_keep"] = keep if isinstance(keep, int) else torch.tensor(list(keep))
         if self._images is not None:
             ids, more = self._images.inputs(ids)
@@ -324,7 +478,7 @@ class HFEngine(Engine):
         with suppress(StopForward):
             self._call(ids, seen, self._form.cache(layers), 1)
 
-    def _run_loop(self, plan: Plan, sources: list[KVSegment]) -> tuple[Buffer, Tensor]:
+    def _run_loop(self, plan: Plan, sources: list[KVSegment], buffer: Buffer) -> Tensor:
         """The plain reference: steps left to right, one cache that grows by concatenation."""
         layers = [GrowingLayer() for _ in self._form]
         cache = self._form.cache(layers)
@@ -339,11 +493,11 @@ class HFEngine(Engine):
             place(step, sources, piece, self.rotaries, slot=0, turns=self._places.turns(axes))
             for layer, part in zip(layers, by_layer(piece.tensors), strict=True):
                 layer.fill(part)
-        buffer = self._new_buffer(len(plan.token_ids))
-        for layer, part in zip(layers, by_layer(buffer.tensors), strict=True):
+        target = buffer.part(0, len(plan.token_ids))
+        for layer, part in zip(layers, by_layer(target), strict=True):
             for name, tensor in layer.tensors.items():
                 part[name].copy_(tensor)
-        return buffer, logits
+        return logits
 
     # -- positions where images stand ----------------------------------------------------------
 
@@ -389,10 +543,32 @@ class HFEngine(Engine):
         return Buffer.allocate(self.spec, num_tokens, self.model.dtype)
 
 
-def _copy(source: Tensors, target: Tensors) -> None:
-    for name, layers in source.items():
-        for layer, to_layer in zip(layers, target[name], strict=True):
-            to_layer.copy_(layer)
+@dataclass(frozen=True, slots=True)
+class _New:
+    """Tokens to be computed: their positions, and their slots in a buffer."""
+
+    positions: list[int]
+    slots: list[int]
+    buffer: Buffer
+
+    @classmethod
+    def of(cls, plan: Plan, arrangement: Arrangement) -> _New:
+        """Return what a plan computes."""
+        made = [
+            piece
+            for step, pieces in zip(plan.steps, arrangement.pieces, strict=True)
+            for piece in pieces
+            if isinstance(step, Compute)
+        ]
+        positions = [position for p in made for position in range(p.start, p.stop)]
+        slots = [slot for p in made for slot in range(p.slot, p.slot_stop)]
+        return cls(positions, slots, arrangement.buffer)
+
+
+def _as_slice(slots: list[int]) -> slice | Tensor:
+    """Return slots as a slice, if they follow each other."""
+    first, stop = slots[0], slots[-1] + 1
+    return slice(first, stop) if stop - first == len(slots) else torch.tensor(slots)
 
 
 def _layer_share(spec: ModelSpec) -> float:

@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 
+from kvnotes.engine.blocks import Reads
 from kvnotes.errors import EngineError
 
 PACKED_NAME = "kvnotes_packed"
@@ -37,6 +38,7 @@ class Visibility:
         in_order: The new tokens are the first ones, in order, and there are no others.
         places: What the model is given as positions of the new tokens, where that differs: on
             three axes, if images stand among them.
+        reads: What attention reads where it stands; None: the model hands over all keys.
     """
 
     queries: Int[Tensor, " queries"]
@@ -44,6 +46,7 @@ class Visibility:
     allowed: Bool[Tensor, "queries keys"] | None = None
     in_order: bool = False
     places: Int[Tensor, "*axes queries"] | None = None
+    reads: Reads | None = None
 
     @property
     def position_ids(self) -> Tensor:
@@ -75,6 +78,12 @@ def seeing(visibility: Visibility) -> Iterator[None]:
         _pass.reset(token)
 
 
+def current_reads() -> Reads | None:
+    """Return what attention reads in the pass that runs; None where keys are handed over."""
+    visibility = _pass.get()
+    return None if visibility is None else visibility.reads
+
+
 def _masks(own: Callable[..., Any], *, may_skip: bool) -> Callable[..., Any]:
     """Return a mask function for one attention implementation.
 
@@ -87,9 +96,30 @@ def _masks(own: Callable[..., Any], *, may_skip: bool) -> Callable[..., Any]:
         visibility = _pass.get()
         if visibility is None:
             return own(*args, **kwargs)
+        if visibility.reads is not None:
+            return _token(visibility.reads, *args, **kwargs)
         return _mask(visibility, *args, may_skip=may_skip, **kwargs)
 
     return mask
+
+
+def _token(
+    reads: Reads,
+    batch_size: int,
+    q_length: int,
+    *_: Any,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    dtype: torch.dtype = torch.float32,
+    use_vmap: bool = False,
+    **__: Any,
+) -> Tensor:
+    """Return what stands for a mask in a pass that reads keys where they are."""
+    if q_length != len(reads.queries) or use_vmap:
+        raise EngineError(
+            f"the model asks for a mask of {q_length} tokens, this pass has {len(reads.queries)}",
+            hint="the model's attention is not supported",
+        )
+    return reads.mask(mask_function, dtype)
 
 
 def _mask(

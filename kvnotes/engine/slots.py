@@ -6,7 +6,7 @@ tokens: windows and chunks are a matter of masks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +15,9 @@ from torch import Tensor
 from transformers import DynamicCache, cache_utils
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
+from kvnotes.engine.blocks import Reads
 from kvnotes.errors import UnsupportedModelError
-from kvnotes.segment import Tensors
+from kvnotes.segment import Buffer, Tensors
 from kvnotes.spec import TensorName
 
 # from transformers 5.20 on
@@ -25,6 +26,9 @@ _INDEXED: Any = getattr(cache_utils, "DynamicIndexedLayer", ())
 _STATES: Any = cache_utils.LinearAttentionCacheLayerMixin
 
 NO_WINDOW = 0
+
+Target = tuple[Buffer, slice | Tensor]
+"""A buffer, and the slots where a sequence's new tokens go."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,12 +168,8 @@ class SlotLayer(DynamicLayer):
         return self._write("index", index_states)
 
     def _write(self, name: TensorName, states: Tensor) -> Tensor:
-        memory = self.tensors[name]
-        if isinstance(self.slots, slice):
-            memory[:, self.slots] = states
-        else:
-            memory.index_copy_(1, self.slots, states)
-        return memory[:, : self.stop]
+        write(self.tensors[name], self.slots, states)
+        return self.tensors[name][:, : self.stop]
 
     def get_seq_length(self) -> int:
         """Return 0: positions go in by themselves."""
@@ -178,6 +178,40 @@ class SlotLayer(DynamicLayer):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return how many keys attention sees, from which one on."""
         return self.stop, 0
+
+
+class WritingLayer(DynamicLayer):
+    """Writes what is new into buffers; attention reads it, and all else, where it stands.
+
+    Args:
+        index: Which of the layers that cache something.
+        reads: What attention reads in this pass.
+        targets: Where each sequence's new tokens go: a buffer, and slots there.
+    """
+
+    def __init__(self, index: int, reads: Reads, targets: Sequence[Target]) -> None:
+        super().__init__()
+        self.index, self.reads, self.targets = index, reads, targets
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> Any:
+        """Write keys and values; return the same."""
+        first = 0
+        for buffer, slots in self.targets:
+            size = slots.stop - slots.start if isinstance(slots, slice) else len(slots)
+            for memory, states in ((buffer.keys, key_states), (buffer.values, value_states)):
+                write(memory[self.index], slots, states[0, :, first : first + size])
+            first += size
+        self.reads.written(key_states, self.index)
+        return key_states, value_states
+
+    def get_seq_length(self) -> int:
+        """Return 0: positions go in by themselves."""
+        return 0
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return how many keys attention sees, from which one on."""
+        return self.reads.num_keys, 0
 
 
 class StopForward(Exception):
@@ -210,6 +244,14 @@ class PassingLayer(GrowingLayer):
     def num_held(self) -> int:
         """Tokens of the prefix."""
         return self.prefix["keys"].shape[1]
+
+
+def write(memory: Tensor, slots: slice | Tensor, states: Tensor) -> None:
+    """Write `[heads, tokens, width]` to some slots of a layer's memory."""
+    if isinstance(slots, slice):
+        memory[:, slots] = states
+    else:
+        memory.index_copy_(1, slots, states)
 
 
 def slot_layers(tensors: Tensors, slots: slice | Tensor, stop: int) -> list[SlotLayer]:

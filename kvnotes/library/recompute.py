@@ -92,7 +92,7 @@ def recompute(
         return _compared(segment, own.tensors, places, len(ids), allowed)
     places = _sample(len(ids), share, random.Random(seed))
     plan = _scattered(segment, places)
-    buffer = engine.execute(plan, segments=[segment]).cache.buffer
+    buffer = engine.gathered(engine.execute(plan, segments=[segment]).cache).buffer
     slots = torch.tensor([len(preamble) + place for place in places])
     computed: Tensors = {
         name: tuple(layer[:, slots] for layer in layers) for name, layers in buffer.tensors.items()

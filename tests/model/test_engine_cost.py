@@ -29,7 +29,7 @@ def measured(
     monkeypatch.setattr(cost, "_best_ms", best)
     passes = Passes(6, whole, ran.append, share, 512)
     spec = engine().spec
-    return measure_cost(spec, engine().rotaries, torch.float32, passes)
+    return measure_cost(spec, engine().rotaries, torch.float32, passes, copies=True)
 
 
 def test_tokens_cost_the_difference_of_two_passes_and_passes_the_rest(

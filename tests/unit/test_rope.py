@@ -9,7 +9,8 @@ import torch
 from helpers_rope import rotate
 from torch import Tensor
 
-from kvnotes.rope import BLOCK_TOKENS, MAX_CACHED_TURNS, Rotary, move_keys, turn_keys
+from kvnotes import rope
+from kvnotes.rope import BLOCK_TOKENS, Rotary, move_keys, turn_keys
 from kvnotes.spec import Pairing, RopeSpec
 
 PLAIN = {"rope_type": "default", "rope_theta": 100.0}
@@ -122,15 +123,29 @@ def test_a_stretch_written_into_a_buffer_equals_the_keys_moved_alone() -> None:
     assert not buffer[:, :9].any() and not buffer[:, 15:].any()
 
 
-def test_rotations_are_kept_and_the_oldest_forgotten() -> None:
+def test_rotations_are_kept_and_the_oldest_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rope, "MAX_CACHED_TURN_TOKENS", 12)
     rotary = plain_rotary()
     first = rotary.shift(0, 5, 3)
-    assert rotary.shift(0, 5, 3) is first
-    for target in range(6, 6 + MAX_CACHED_TURNS):
+    for target in range(6, 9):
         rotary.shift(0, target, 3)
-    assert rotary.shift(0, 5, 3) is not first
+    assert rotary.shift(0, 5, 3) is first
+    rotary.shift(0, 9, 4)
+    assert rotary.shift(0, 5, 3) is first, "it was used last"
+    assert rotary.shift(0, 6, 3) is not first
+    rotary.shift(0, 4, 13)
     again = rotary.shift(0, 5, 3)
     assert torch.equal(first.cos, again.cos) and torch.equal(first.sin, again.sin)
+
+
+def test_a_query_turned_back_scores_as_the_key_moved() -> None:
+    rotary = plain_rotary()
+    keys, query = keys_of(6), keys_of(1)
+    places = torch.arange(6)
+    moved = move_keys(keys, places + 2, places + 9, rotary)
+    turned = torch.empty_like(query)
+    turn_keys([query], rotary.back(9, 7), rotary.spec, [turned])
+    assert torch.allclose(turned @ keys.mT, query @ moved.mT, atol=1e-5)
 
 
 @pytest.mark.parametrize("pairing", ["half", "interleaved"])

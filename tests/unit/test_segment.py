@@ -9,7 +9,17 @@ import torch
 
 from kvnotes.errors import UnknownSegmentError
 from kvnotes.plan import Plan, Reuse, Run, layout_token_ids
-from kvnotes.segment import GROWTH, SPARE_TOKENS, Buffer, BufferPool, KVCache, KVSegment
+from kvnotes.segment import (
+    GROWTH,
+    SPARE_TOKENS,
+    Buffer,
+    BufferPool,
+    KVCache,
+    KVSegment,
+    Piece,
+    clip_pieces,
+    join_pieces,
+)
 from kvnotes.spec import LayerSpec, ModelIdentity, ModelSpec, RopeSpec
 
 SPEC = ModelSpec(
@@ -36,7 +46,8 @@ def filled(capacity: int = 20) -> Buffer:
 
 def cache_of(buffer: Buffer, ids: tuple[int, ...] = IDS) -> KVCache:
     layout = Plan.prefill(ids).layout
-    return KVCache(layout, [buffer.segment(layout[0].run, 0, IDENTITY)], buffer, IDENTITY)
+    source = buffer.segment(layout[0].run, 0, IDENTITY)
+    return KVCache(layout, [source], [Piece(buffer, 0, 0, len(ids))], buffer, IDENTITY)
 
 
 # -- buffers -------------------------------------------------------------------------------
@@ -123,7 +134,8 @@ def test_a_segment_of_a_buffer_is_a_view_of_its_slots() -> None:
 def test_a_cache_reads_its_own_slots_and_those_its_runs_came_from() -> None:
     source, target = filled(), filled()
     segment = source.segment(Run(IDS), 2, IDENTITY)
-    cache = KVCache((segment.run.whole(0),), [segment], target, IDENTITY)
+    pieces = [Piece(target, 0, 0, 6)]
+    cache = KVCache((segment.run.whole(0),), [segment], pieces, target, IDENTITY)
     assert not target.writable(5) and target.writable(6)
     assert not source.writable(7) and source.writable(8)
     del cache
@@ -169,10 +181,11 @@ def test_an_appended_segment_follows_in_the_same_buffer() -> None:
     buffer = filled()
     cache = cache_of(buffer)
     run = Run((20, 21), 6, cache.canonical_layout)
-    longer = cache.appended(buffer.segment(run, 6, IDENTITY))
+    longer = cache.appended(run, 6)
     assert longer.token_ids == (*IDS, 20, 21)
     assert longer.exact and longer.buffer is buffer
-    assert (cache.length, longer.length) == (6, 8)
+    assert (cache.length, longer.length, longer.end) == (6, 8, 8)
+    assert longer.in_place and len(longer.pieces) == 1
 
 
 def test_a_cache_finds_its_runs_also_by_content_and_no_others() -> None:
@@ -188,7 +201,7 @@ def test_a_cache_does_not_keep_segments_it_does_not_use() -> None:
     unused = buffer.segment(Run((1, 2)), 10, IDENTITY)
     layout = Plan.prefill(IDS).layout
     used = buffer.segment(layout[0].run, 0, IDENTITY)
-    assert KVCache(layout, [unused, used], buffer, IDENTITY).sources == (used,)
+    assert KVCache(layout, [unused, used], [], buffer, IDENTITY).sources == (used,)
 
 
 def test_the_sources_of_a_cache_hold_no_slot_that_the_cache_does_not_read() -> None:
@@ -210,7 +223,7 @@ def test_a_checksum_changes_with_the_held_elements_and_no_others() -> None:
 
 
 def test_an_empty_cache_has_no_tokens_and_is_exact() -> None:
-    cache = KVCache((), [], filled(), IDENTITY)
+    cache = KVCache((), [], [], filled(), IDENTITY)
     assert (cache.length, cache.token_ids, cache.exact) == (0, (), True)
 
 
@@ -224,6 +237,51 @@ def test_a_segment_is_equal_to_itself_only_but_its_run_is_found_by_content() -> 
 def test_a_moved_view_counts_as_held_at_its_target() -> None:
     buffer = filled()
     run = Run(IDS)
-    cache = KVCache((Reuse(run, 1, 4, 0),), [buffer.segment(run, 0, IDENTITY)], buffer, IDENTITY)
-    assert cache.length == 3 and not cache.exact
+    view, source = Reuse(run, 1, 4, 0), buffer.segment(run, 0, IDENTITY)
+    cache = KVCache((view,), [source], [source.piece(view)], buffer, IDENTITY)
+    assert cache.length == 3 and not cache.exact and not cache.in_place
+    assert (cache.pieces[0].slot, cache.pieces[0].shift) == (1, -1)
     assert layout_token_ids(cache.layout) == IDS[1:4]
+
+
+# -- pieces --------------------------------------------------------------------------------
+
+
+def test_pieces_are_cut_by_position_and_keep_their_distance() -> None:
+    buffer = filled()
+    pieces = [Piece(buffer, 4, 0, 3), Piece(buffer, 10, 3, 5, shift=7)]
+    cut = clip_pieces(pieces, 2, 6)
+    assert [(p.slot, p.start, p.num_tokens, p.shift) for p in cut] == [(6, 2, 1, 0), (10, 3, 3, 7)]
+
+
+def test_pieces_are_joined_where_memory_and_positions_go_on_with_the_same_distance() -> None:
+    buffer, other = filled(), filled()
+    parts = [
+        Piece(buffer, 0, 0, 3),
+        Piece(buffer, 3, 3, 2),
+        Piece(buffer, 5, 5, 2, shift=1),
+        Piece(other, 7, 7, 1, shift=1),
+        Piece(other, 9, 8, 1, shift=1),
+        Piece(other, 10, 9, 0, shift=1),
+    ]
+    found = [(p.slot, p.start, p.num_tokens) for p in join_pieces(parts)]
+    assert found == [(0, 0, 5), (5, 5, 2), (7, 7, 1), (9, 8, 1)]
+
+
+def test_a_cache_reads_the_memory_of_its_pieces_beside_that_of_its_sources() -> None:
+    own, copies = filled(), filled()
+    run = Run(IDS)
+    pieces = [Piece(own, 0, 0, 2), Piece(copies, 12, 2, 4)]
+    cache = KVCache((run.whole(),), [own.segment(run, 3, IDENTITY)], pieces, copies, IDENTITY)
+    assert not own.writable(8) and own.writable(9)
+    assert not copies.writable(15) and copies.writable(16)
+    assert (cache.end, cache.in_place) == (16, False)
+    short = cache.truncated(3)
+    assert short.end == 13 and [p.num_tokens for p in short.pieces] == [2, 1]
+
+
+def test_a_compiled_segment_is_a_piece_of_its_own_memory() -> None:
+    run = Run(IDS)
+    segment = KVSegment(run, IDENTITY, filled(6).tensors)
+    piece = segment.piece(Reuse(run, 2, 5, 40))
+    assert (piece.memory, piece.slot, piece.start, piece.shift) == (segment, 2, 40, 38)

@@ -1,0 +1,139 @@
+"""Attention that also says how much weight it had: what makes partial results mergeable.
+
+A kernel returns, beside its output, the logarithm of the sum of the exponentials of its
+scores. Outputs over parts of the keys are then merged exactly: each counts with the share
+that its sum has in all of them (Dao et al. 2022, FlashAttention, section 3.1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+Partial = tuple[Tensor, Tensor]
+"""Output `[1, heads, queries, value_dim]`, and log-sum-exp `[1, heads, queries]` in float32."""
+
+Kernel = Callable[..., Partial]
+"""`(query, key, value, mask, *, causal, scale, softcap)`. Heads of the query may be a multiple
+of those of the keys; the mask is additive, `[1, 1, queries, keys]`, and only without it may
+`causal` be set, for as many keys as queries."""
+
+
+def flash_cpu(
+    query: Float[Tensor, "1 heads queries head_dim"],
+    key: Float[Tensor, "1 kv_heads keys head_dim"],
+    value: Float[Tensor, "1 kv_heads keys head_dim"],
+    mask: Float[Tensor, "1 1 queries keys"] | None,
+    *,
+    causal: bool,
+    scale: float,
+    softcap: float | None = None,
+) -> Partial:
+    """PyTorch's kernel for CPUs."""
+    flash: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out, lse = flash(query, key, value, 0.0, causal, attn_mask=mask, scale=scale)
+    return out, lse
+
+
+def flex(
+    query: Float[Tensor, "1 heads queries head_dim"],
+    key: Float[Tensor, "1 kv_heads keys head_dim"],
+    value: Float[Tensor, "1 kv_heads keys value_dim"],
+    mask: Float[Tensor, "1 1 queries keys"] | None,
+    *,
+    causal: bool,
+    scale: float,
+    softcap: float | None = None,
+) -> Partial:
+    """FlexAttention, for GPUs: untested there, equal to the others on CPU tensors."""
+    from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+
+    def changed(score: Tensor, batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
+        if softcap is not None:
+            score = softcap * torch.tanh(score / softcap)
+        if causal:
+            return torch.where(row >= column, score, -float("inf"))
+        return score if mask is None else score + mask[0, 0, row, column]
+
+    out, aux = flex_attention(
+        query,
+        key,
+        value,
+        score_mod=changed,
+        scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+        return_aux=AuxRequest(lse=True),
+    )
+    lse: Any = aux.lse
+    return out, lse
+
+
+def plain(
+    query: Float[Tensor, "1 heads queries head_dim"],
+    key: Float[Tensor, "1 kv_heads keys head_dim"],
+    value: Float[Tensor, "1 kv_heads keys value_dim"],
+    mask: Float[Tensor, "1 1 queries keys"] | None,
+    *,
+    causal: bool,
+    scale: float,
+    softcap: float | None = None,
+) -> Partial:
+    """Matrix products and a softmax: for what the fast kernels do not take, and as reference."""
+    groups = query.shape[1] // key.shape[1]
+    shape = (1, key.shape[1], groups, *query.shape[2:])
+    scores = (query.reshape(shape) @ key[:, :, None].mT).float() * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is not None:
+        scores = scores + mask[:, :, None].float()
+    if causal:
+        size = scores.shape[-1]
+        later = torch.ones(size, size, dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(later, -float("inf"))
+    lse = torch.logsumexp(scores, -1)
+    weights = torch.exp(scores - lse[..., None]).to(value.dtype)
+    out = weights @ value[:, :, None]
+    heads, queries = query.shape[1:3]
+    return out.reshape(1, heads, queries, -1), lse.reshape(1, heads, queries)
+
+
+def kernel_for(query: Tensor, key: Tensor, value: Tensor, softcap: float | None) -> Kernel:
+    """Return the fastest kernel that takes these tensors."""
+    if query.device.type == "cuda":
+        return flex
+    return flash_cpu if softcap is None and key.shape[-1] == value.shape[-1] else plain
+
+
+def merged(
+    partials: Sequence[tuple[Partial, Tensor | None]],
+    shape: tuple[int, ...],
+    sinks: Float[Tensor, " heads"] | None,
+) -> Tensor:
+    """Return the attention over all parts together, in float32.
+
+    Args:
+        partials: Results over each part, with the queries they are of; None: all.
+        shape: Of the output.
+        sinks: Scores that take weight and give nothing, one for each head.
+    """
+    outs: list[Tensor] = []
+    lses: list[Tensor] = []
+    for (out, lse), rows in partials:
+        out, lse = out.float(), lse.float()
+        if rows is not None:
+            whole, weight = out.new_zeros(shape), lse.new_full(shape[:-1], -float("inf"))
+            whole[:, :, rows], weight[:, :, rows] = out, lse
+            out, lse = whole, weight
+        outs.append(out)
+        lses.append(lse)
+    if sinks is not None:
+        lses.append(sinks.float()[None, :, None].expand(shape[:-1]))
+    weights = torch.softmax(torch.stack(lses), 0)[..., None]
+    result = outs[0].mul(weights[0])
+    for out, weight in zip(outs[1:], weights[1:], strict=False):
+        result.addcmul_(out, weight)
+    return result
