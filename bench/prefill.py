@@ -13,7 +13,7 @@ from typing import Any
 from common import arguments, interleaved, load, policy_ids, save
 
 from kvnotes.engine import hf
-from kvnotes.engine.attention import ATTENTION_NAME
+from kvnotes.engine.masks import PACKED_NAME
 
 CHUNKS = (128, 256, 512, 1024)
 
@@ -32,7 +32,7 @@ def main() -> None:
             f"{kernel}, {'at once' if chunk >= length else chunk}": partial(
                 prefill_ms, model.engine, ids, kernel, chunk
             )
-            for kernel in (ATTENTION_NAME, "sdpa")
+            for kernel in (PACKED_NAME, "sdpa")
             for chunk in (*CHUNKS, length)
         }
         rows.append({"tokens": length, "arms": interleaved(arms, args.runs)})
@@ -50,7 +50,7 @@ def prefill_ms(engine: Any, ids: tuple[int, ...], kernel: str, chunk: int) -> fl
         return elapsed
     finally:
         hf.PREFILL_CHUNK = usual
-        engine.model.set_attn_implementation(ATTENTION_NAME)
+        engine.model.set_attn_implementation(PACKED_NAME)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import AttentionInterface
 
-from kvnotes.engine.blocks import Reads
+from kvnotes.engine.blocks import ALL, Reads, Rows, are_all
 from kvnotes.engine.kernels import Partial, kernel_for, merged
 from kvnotes.engine.masks import PACKED_NAME, current_reads
 from kvnotes.engine.slots import CacheForm
@@ -108,7 +108,7 @@ def _over_one(
     out, lse = kernel(packed, key, value, mask, causal=causal, scale=scale, softcap=softcap)
     shape = (batch, heads, queries, value.shape[-1])
     out, lse = out.reshape(shape), lse.reshape(shape[:-1])
-    return out if sinks is None else merged([((out, lse), None)], shape, sinks)
+    return out if sinks is None else merged([((out, lse), ALL)], shape, sinks)
 
 
 def _over_reads(
@@ -122,10 +122,11 @@ def _over_reads(
 ) -> Tensor:
     """Attend to keys where they stand, and merge."""
     layer, (_, heads, queries, head_dim) = reads.layer_of(key), query.shape
-    partials: list[tuple[Partial, Tensor | None]] = []
-    for read in reads.of_mask(mask):
+    partials: list[tuple[Partial, Rows]] = []
+    found = reads.of_mask(mask)
+    for read in found:
         keys, values = read.layer(layer)
-        chosen = query if read.rows is None else query[:, :, read.rows]
+        chosen = query[:, :, read.rows]
         turn = reads.turn(read, layer)
         if turn is not None:
             chosen = _turned(chosen, *turn)
@@ -144,7 +145,7 @@ def _over_reads(
         shape = (1, heads, count, values.shape[-1])
         partials.append(((out.reshape(shape), lse.reshape(shape[:-1])), read.rows))
     (out, _), rows = partials[0]
-    if len(partials) == 1 and rows is None and sinks is None:
+    if len(partials) == 1 and are_all(rows) and sinks is None:
         return out
     return merged(partials, (1, heads, queries, out.shape[-1]), sinks)
 

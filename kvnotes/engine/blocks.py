@@ -24,6 +24,17 @@ SPLIT_QUERIES = 64
 """From this many new tokens on, what they see of each other is read apart from what stood
 before them: half of it is hidden, and a causal kernel leaves that out."""
 
+Rows = slice | Int[Tensor, " rows"]
+"""Queries of a pass: a stretch of them, which costs no copy, or any."""
+
+ALL = slice(None)
+
+
+def are_all(rows: Rows) -> bool:
+    """Whether rows are all queries of a pass."""
+    return isinstance(rows, slice) and rows == ALL
+
+
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """Batch, head, position of the query, position of the key -> whether it is seen."""
 
@@ -59,14 +70,14 @@ class Block:
         places: Where each belongs; a row for each query where sequences differ.
         moves: Where the first of them belongs and how far it stands from there; one for all
             queries, or one for each.
-        rows: The queries whose sequence holds it; None: all of them.
+        rows: The queries whose sequence holds it.
     """
 
     memory: Holder
     slot: int
     places: Int[Tensor, "rows keys"]
     moves: tuple[tuple[int, int], ...]
-    rows: Int[Tensor, " rows"] | None = None
+    rows: Rows
 
     @property
     def num_keys(self) -> int:
@@ -82,7 +93,7 @@ class Read:
         memory: Where it stands.
         start: Its first slot.
         stop: The slot after its last.
-        rows: The queries that see it; None: all of them.
+        rows: The queries that see it: a stretch of them, or any.
         turns: How these are turned first, for each rotary embedding; None: they are not.
         causal: It is the queries' own tokens, and each sees those before it.
         seen: Which of it each query sees; None: all.
@@ -91,7 +102,7 @@ class Read:
     memory: Holder
     start: int
     stop: int
-    rows: Int[Tensor, " rows"] | None
+    rows: Rows
     turns: tuple[Turn | None, ...]
     causal: bool = False
     seen: Bool[Tensor, "rows keys"] | None = None
@@ -206,7 +217,7 @@ class Reads:
         return [_together(found) for found in shared.values()]
 
     def _read(self, block: Block, mask_function: MaskFunction) -> list[Read]:
-        queries = self.queries if block.rows is None else self.queries[block.rows]
+        queries = self.queries[block.rows]
         zero = torch.zeros((1, 1, 1, 1), dtype=torch.long)
         seen = mask_function(zero, zero, queries[None, None, :, None], block.places[None, None])
         seen = seen[0, 0].expand(len(queries), block.num_keys)
@@ -267,6 +278,7 @@ def blocks_of(pieces: Iterable[Piece]) -> list[Block]:
             found[0].slot,
             torch.cat([torch.arange(piece.start, piece.stop) for piece in found])[None],
             ((found[0].start, found[0].shift),),
+            ALL,
         )
         for found in blocks
     ]
@@ -280,13 +292,13 @@ def _together(found: Sequence[tuple[Block, Tensor]]) -> Block:
     places = torch.cat([block.places.expand(len(rows), -1) for block, rows in found])
     if len(set(moves)) == 1:
         moves, places = moves[:1], first.places
-    return Block(first.memory, first.slot, places, moves, rows)
+    return Block(first.memory, first.slot, places, moves, _as_rows(rows))
 
 
 def _in_order_at_end(block: Block, queries: Tensor, seen: Tensor) -> int:
     """Return how many of a block's last tokens are the queries themselves, in order."""
     size = len(queries)
-    if not SPLIT_QUERIES <= size <= block.num_keys or block.rows is not None:
+    if not SPLIT_QUERIES <= size <= block.num_keys or not are_all(block.rows):
         return 0
     own = seen[:, -size:]
     if not torch.equal(block.places[0, -size:], queries):
@@ -295,15 +307,27 @@ def _in_order_at_end(block: Block, queries: Tensor, seen: Tensor) -> int:
 
 
 def _cut(block: Block, turns: tuple[Turn | None, ...], seen: Tensor) -> list[Read]:
-    """Return the read of a block's first tokens, without those at both ends that nobody sees."""
-    if bool(seen.all()):
-        stop = block.slot + seen.shape[1]
-        return [Read(block.memory, block.slot, stop, block.rows, turns)] if seen.numel() else []
-    found = seen.any(0).nonzero()
-    if not len(found):
+    """Return the read of a block's first tokens, without queries and ends that see nothing."""
+    if not seen.numel():
         return []
-    first, last = int(found[0]), int(found[-1]) + 1
+    if bool(seen.all()):
+        return [Read(block.memory, block.slot, block.slot + seen.shape[1], block.rows, turns)]
+    queries, keys = seen.any(1).nonzero()[:, 0], seen.any(0).nonzero()[:, 0]
+    if not len(queries):
+        return []
+    first, last = int(keys[0]), int(keys[-1]) + 1
+    rows = block.rows
+    if len(queries) < len(seen):
+        chosen = _as_rows(queries)
+        rows = chosen if isinstance(rows, slice) else rows[chosen]
+        turns = tuple(turn and Turn(turn.cos[chosen], turn.sin[chosen]) for turn in turns)
+        seen = seen[chosen]
     seen = seen[:, first:last]
     mask = None if bool(seen.all()) else seen
-    start = block.slot + first
-    return [Read(block.memory, start, block.slot + last, block.rows, turns, seen=mask)]
+    return [Read(block.memory, block.slot + first, block.slot + last, rows, turns, seen=mask)]
+
+
+def _as_rows(rows: Tensor) -> Rows:
+    """Return sorted rows as a stretch, if they are one."""
+    first, stop = int(rows[0]), int(rows[-1]) + 1
+    return slice(first, stop) if stop - first == len(rows) else rows

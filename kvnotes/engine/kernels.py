@@ -14,6 +14,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kvnotes.engine.blocks import Rows, are_all
+
 Partial = tuple[Tensor, Tensor]
 """Output `[1, heads, queries, value_dim]`, and log-sum-exp `[1, heads, queries]` in float32."""
 
@@ -109,31 +111,37 @@ def kernel_for(query: Tensor, key: Tensor, value: Tensor, softcap: float | None)
 
 
 def merged(
-    partials: Sequence[tuple[Partial, Tensor | None]],
+    partials: Sequence[tuple[Partial, Rows]],
     shape: tuple[int, ...],
     sinks: Float[Tensor, " heads"] | None,
 ) -> Tensor:
-    """Return the attention over all parts together, in float32.
+    """Return attention over all parts of the keys, from attention over each, in float32.
+
+    Two results are mixed in the proportion of their sums: with a and b the logarithms, the
+    second has the share 1 / (1 + exp(a - b)).
 
     Args:
-        partials: Results over each part, with the queries they are of; None: all.
-        shape: Of the output.
+        partials: Results over each part, with the queries that have seen it.
+        shape: Of the output: `[1, heads, queries, value_dim]`.
         sinks: Scores that take weight and give nothing, one for each head.
     """
-    outs: list[Tensor] = []
-    lses: list[Tensor] = []
-    for (out, lse), rows in partials:
-        out, lse = out.float(), lse.float()
-        if rows is not None:
-            whole, weight = out.new_zeros(shape), lse.new_full(shape[:-1], -float("inf"))
-            whole[:, :, rows], weight[:, :, rows] = out, lse
-            out, lse = whole, weight
-        outs.append(out)
-        lses.append(lse)
-    if sinks is not None:
-        lses.append(sinks.float()[None, :, None].expand(shape[:-1]))
-    weights = torch.softmax(torch.stack(lses), 0)[..., None]
-    result = outs[0].mul(weights[0])
-    for out, weight in zip(outs[1:], weights[1:], strict=False):
-        result.addcmul_(out, weight)
-    return result
+    (first, lse), rows = partials[0]
+    if are_all(rows):
+        whole, sums, rest = first.float(), lse, partials[1:]
+    else:
+        whole = first.new_zeros(shape, dtype=torch.float32)
+        sums, rest = lse.new_full(shape[:-1], -float("inf")), partials
+    for index, ((out, lse), rows) in enumerate(rest, start=1):
+        share = torch.sigmoid(lse - sums[:, :, rows])[..., None]
+        mixed = torch.lerp(whole[:, :, rows], out.float(), share)
+        if index == len(rest) and sinks is None and are_all(rows):
+            return mixed
+        total = torch.logaddexp(sums[:, :, rows], lse)
+        if are_all(rows):
+            whole, sums = mixed, total
+        else:
+            whole, sums = whole.contiguous(), sums.contiguous()
+            whole[:, :, rows], sums[:, :, rows] = mixed, total
+    if sinks is None:
+        return whole
+    return whole * torch.sigmoid(sums - sinks.float()[None, :, None])[..., None]
