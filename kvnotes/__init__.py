@@ -24,7 +24,7 @@ if TYPE_CHECKING:
         tool_segment,
         tool_text,
     )
-    from kvnotes.session import Model, Scorecard, Session, Turn, load
+    from kvnotes.session import Model, Scorecard, Session, Turn, generate_together, load
     from kvnotes.store import KVStore
 
 try:
@@ -48,6 +48,7 @@ _HOMES = {
     "Scorecard": "kvnotes.session",
     "Session": "kvnotes.session",
     "Turn": "kvnotes.session",
+    "generate_together": "kvnotes.session",
     "load": "kvnotes.session",
 }
 
@@ -67,6 +68,7 @@ __all__ = [
     "Skill",
     "Turn",
     "__version__",
+    "generate_together",
     "load",
     "tool_segment",
     "tool_text",

@@ -129,6 +129,9 @@ class Generation(Protocol):
     def cache(self) -> KVCache:
         """Cache of the prompt and all generated tokens that were fed back (not the last)."""
 
+    def close(self) -> None:
+        """End it: no further token comes."""
+
 
 class Engine(ABC):
     """Compiles, executes, generates and scores on one loaded model."""
@@ -194,6 +197,19 @@ class Engine(ABC):
         Raises:
             OutOfCacheError: Prompt and limit exceed the model's context, before any work.
         """
+
+    def together(self, generations: Sequence[Generation]) -> Iterator[tuple[int, int]]:
+        """Generate several at once; one may be closed while this runs.
+
+        An engine that computes them in one pass reads what they share once. This one runs them
+        one after the other.
+
+        Yields:
+            Which of them, and its next token.
+        """
+        for index, generation in enumerate(generations):
+            for token_id in generation:
+                yield index, token_id
 
     @abstractmethod
     def room_for(self, cache: KVCache, num_tokens: int) -> KVCache:

@@ -8,7 +8,7 @@ positions (see `masks`).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +19,15 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from kvnotes.engine.attention import CHECK_TOLERANCE, AttentionNames, use_packed_attention
-from kvnotes.engine.base import Engine, Execution, Executor, Fed, SamplingParams, Stopwatch
+from kvnotes.engine.base import (
+    Engine,
+    Execution,
+    Executor,
+    Fed,
+    Generation,
+    SamplingParams,
+    Stopwatch,
+)
 from kvnotes.engine.blocks import Reading, Reads
 from kvnotes.engine.cost import Passes, measure_cost
 from kvnotes.engine.discover import NUM_PROBE_TOKENS, Held, check_supported, discover
@@ -30,7 +38,7 @@ from kvnotes.engine.execute import (
     place,
     settle,
 )
-from kvnotes.engine.generate import TokenStream
+from kvnotes.engine.generate import TokenStream, together
 from kvnotes.engine.images import Images, has_images
 from kvnotes.engine.masks import Visibility, seeing
 from kvnotes.engine.places import Places
@@ -224,6 +232,15 @@ class HFEngine(Engine):
         num_tokens = start.cache.length + params.max_new_tokens
         self.check_length(num_tokens, "prompt and new tokens")
         return TokenStream(self, start, params, stop_ids)
+
+    def together(self, generations: Sequence[Generation]) -> Iterator[tuple[int, int]]:
+        streams = [stream for stream in generations if isinstance(stream, TokenStream)]
+        if len(streams) != len(generations) or any(s.engine is not self for s in streams):
+            raise EngineError(
+                "a reply that is to be generated with others is of another engine",
+                hint="generate together what one loaded model generates",
+            )
+        return together(streams)
 
     def score(self, start: Execution, choices: Sequence[Sequence[int]]) -> tuple[float, ...]:
         if not choices or not all(choices):

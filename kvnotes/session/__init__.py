@@ -5,6 +5,7 @@ from kvnotes.session.loaded import Model, load
 from kvnotes.session.report import Comparison, Decision, Evidence, Turn, Verification
 from kvnotes.session.session import Session
 from kvnotes.session.strategy import Scorecard
+from kvnotes.session.together import generate_together
 
 __all__ = [
     "Comparison",
@@ -16,5 +17,6 @@ __all__ = [
     "Session",
     "Turn",
     "Verification",
+    "generate_together",
     "load",
 ]

@@ -49,51 +49,68 @@ def encode_choices(model: Model, choices: Sequence[str]) -> list[tuple[int, ...]
 
 
 class Reply:
-    """A generated message: iterate it for text, then read `message` and `cache`."""
+    """A generated message: iterate it for text, then read `message` and `cache`.
+
+    Its tokens come from its own stream, or from whoever generates several at once.
+    """
 
     def __init__(self, model: Model, execution: Execution, params: SamplingParams) -> None:
+        self._eos_ids = model.tokenizer.eos_ids
         self._model = model
         self._params = params
-        self._stream = model.engine.generate(execution, params, model.tokenizer.eos_ids)
+        self._decoder = model.tokenizer.stream()
         self._text = ""
+        self._num_given = 0
+        self._is_cut = False
+        self.stream = model.engine.generate(execution, params, self._eos_ids)
+
+    @property
+    def text(self) -> str:
+        """What was generated so far."""
+        return self._text
 
     @property
     def token_ids(self) -> tuple[int, ...]:
         """Generated tokens, the end token included."""
-        return self._stream.token_ids
+        return self.stream.token_ids
 
     @property
     def cache(self) -> KVCache:
         """Cache of the prompt and the tokens fed back so far."""
-        return self._stream.cache
+        return self.stream.cache
 
     def __iter__(self) -> Iterator[str]:
-        decoder = self._model.tokenizer.stream()
-        longest = max((len(s) for s in self._params.stop), default=0)
-        emitted = 0
-        for token_id in self._stream:
-            if token_id in self._model.tokenizer.eos_ids:
-                break
-            self._text += decoder.push(token_id)
-            cut = self._stop_at()
-            if cut is not None:
-                yield from self._piece(emitted, cut)
-                self._text = self._text[:cut]
-                return
-            safe = len(self._text) - max(0, longest - 1)
-            if safe > emitted:
-                yield from self._piece(emitted, safe)
-                emitted = safe
-        self._text += decoder.finish()
-        cut = self._stop_at()
-        self._text = self._text if cut is None else self._text[:cut]
-        yield from self._piece(emitted, len(self._text))
+        for token_id in self.stream:
+            if piece := self.push(token_id):
+                yield piece
+        if piece := self.finish():
+            yield piece
+
+    def push(self, token_id: int) -> str:
+        """Take the next token; return the text that no stop string can take back any more.
+
+        A stop string closes the stream.
+        """
+        if token_id in self._eos_ids or self._is_cut:
+            return ""
+        self._text += self._decoder.push(token_id)
+        if self._cut():
+            return self._given(len(self._text))
+        longest = max((len(stop) for stop in self._params.stop), default=1)
+        return self._given(len(self._text) - longest + 1)
+
+    def finish(self) -> str:
+        """Return the rest of the text, when no token comes any more."""
+        if not self._is_cut:
+            self._text += self._decoder.finish()
+            self._cut()
+        return self._given(len(self._text))
 
     def message(self, message_id: str) -> Message:
         """Return the message as generated; its ids are authoritative unless text was cut."""
         ids = self.token_ids
         decoder = self._model.tokenizer.stream()
-        text = "".join(decoder.push(i) for i in ids if i not in self._model.tokenizer.eos_ids)
+        text = "".join(decoder.push(i) for i in ids if i not in self._eos_ids)
         text += decoder.finish()
         whole = text == self._text
         return Message(
@@ -104,11 +121,15 @@ class Reply:
             generated_ids=ids if whole else None,
         )
 
-    def _piece(self, start: int, stop: int) -> Iterator[str]:
-        if stop > start:
-            yield self._text[start:stop]
+    def _given(self, stop: int) -> str:
+        piece = self._text[self._num_given : stop]
+        self._num_given = max(stop, self._num_given)
+        return piece
 
-    def _stop_at(self) -> int | None:
-        """Return where the first stop string begins, if one has appeared."""
-        found = [self._text.find(s) for s in self._params.stop if s in self._text]
-        return min(found) if found else None
+    def _cut(self) -> bool:
+        """End the text where the first stop string begins, if one has appeared."""
+        found = [self._text.find(stop) for stop in self._params.stop if stop in self._text]
+        if found:
+            self._text, self._is_cut = self._text[: min(found)], True
+            self.stream.close()
+        return bool(found)
