@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from jaxtyping import Float, Int
@@ -29,9 +29,11 @@ BLOCK_TOKENS = 512
 """Tokens rotated at a time: the block and its temporaries stay in the second-level cache
 (SmolLM2: 0.4 MB of keys per block)."""
 
-MAX_CACHED_TURN_TOKENS = 32_768
-"""Rotations kept, by their tokens: of some segments that are copied, or of many that are read
-where they stand (one token each). A token takes 2 x rotary_dim floats: 16 MiB for 64."""
+MAX_CACHED_TURNS = 4
+"""Rotations kept: one per segment in use; each is 2 x tokens x rotary_dim floats."""
+
+MAX_CACHED_MATRICES = 256
+"""The same for queries: one per place where a segment is read; 16 KiB each for 64 dimensions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,7 @@ class Rotary:
     spec: RopeSpec
     table: RotaryTable
     _turns: OrderedDict[tuple[int, int, int], Turn] = field(default_factory=OrderedDict, repr=False)
+    _matrices: OrderedDict[tuple[int, int], Tensor] = field(default_factory=OrderedDict, repr=False)
 
     def turn(
         self, source: Int[Tensor, "*axes tokens"], target: Int[Tensor, "*axes tokens"]
@@ -79,23 +82,34 @@ class Rotary:
             steps = torch.arange(num_tokens)
             found = self.turn(steps + source_start, steps + target_start)
             self._turns[key] = found
-            while sum(size for _, _, size in self._turns) > MAX_CACHED_TURN_TOKENS > num_tokens:
+            while len(self._turns) > MAX_CACHED_TURNS:
                 self._turns.popitem(last=False)
         else:
             self._turns.move_to_end(key)
         return found
 
-    def back(self, position: int, shift: int) -> Turn:
-        """Return the rotation of queries that read keys where these stand.
+    def back(self, position: int, shift: int) -> Float[Tensor, "rotary_dim rotary_dim"]:
+        """Return the rotation of queries that read keys where these stand, as a matrix.
 
         A key that is to be moved by `shift` gives the same score as the key where it stands,
-        if the query is turned by as much the other way.
+        if the query is turned by as much the other way: `query @ matrix`.
 
         Args:
             position: Where the first of the keys belongs.
             shift: How far it is from there, in tokens.
         """
-        return self.shift(position, position - shift, 1)
+        key = (position, shift)
+        if key not in self._matrices:
+            turn = self.turn(torch.tensor([position]), torch.tensor([position - shift]))
+            size = self.spec.rotary_dim
+            whole = Turn(turn.cos.expand(size, -1), turn.sin.expand(size, -1))
+            matrix = torch.empty(1, size, size)
+            turn_keys([torch.eye(size)[None]], whole, replace(self.spec, start=0), [matrix])
+            self._matrices[key] = matrix[0]
+            while len(self._matrices) > MAX_CACHED_MATRICES:
+                self._matrices.popitem(last=False)
+        self._matrices.move_to_end(key)
+        return self._matrices[key]
 
     def _unit(self, positions: Tensor) -> Tensor:
         cos, sin = self.table(positions)

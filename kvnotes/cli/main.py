@@ -15,6 +15,7 @@ import typer
 
 import kvnotes
 from kvnotes.cli.commands import (
+    bench,
     chat,
     compile,
     completion,
@@ -69,6 +70,7 @@ app.command("chat")(chat.chat)
 app.command("lint")(lint.lint)
 app.command("explain")(explain.explain)
 app.command("doctor")(doctor.doctor)
+app.add_typer(bench.app, name="bench")
 app.command("completion")(completion.completion)
 
 

@@ -26,8 +26,6 @@ from kvnotes.engine.kernels import Partial, kernel_for, merged
 from kvnotes.engine.masks import PACKED_NAME, current_reads
 from kvnotes.engine.slots import CacheForm
 from kvnotes.errors import UnsupportedModelError
-from kvnotes.rope import Turn, turn_keys
-from kvnotes.spec import RopeSpec
 
 NUM_CHECK_TOKENS = 12
 
@@ -126,10 +124,7 @@ def _over_reads(
     found = reads.of_mask(mask)
     for read in found:
         keys, values = read.layer(layer)
-        chosen = query[:, :, read.rows]
-        turn = reads.turn(read, layer)
-        if turn is not None:
-            chosen = _turned(chosen, *turn)
+        chosen = reads.turned(query, read, layer)
         count = chosen.shape[2]
         groups = 1 if read.causal else heads // keys.shape[1]
         kernel = kernel_for(query, keys, values, softcap)
@@ -148,12 +143,6 @@ def _over_reads(
     if len(partials) == 1 and are_all(rows) and sinks is None:
         return out
     return merged(partials, (1, heads, queries, out.shape[-1]), sinks)
-
-
-def _turned(query: Tensor, turn: Turn, spec: RopeSpec) -> Tensor:
-    out = torch.empty_like(query)
-    turn_keys([query[0]], turn, spec, [out[0]])
-    return out
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,13 +16,15 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from kvnotes.errors import EngineError
-from kvnotes.rope import Rotary, Turn
+from kvnotes.rope import Rotary
 from kvnotes.segment import Holder, Piece, Pieces
-from kvnotes.spec import RopeSpec
 
 SPLIT_QUERIES = 64
 """From this many new tokens on, what they see of each other is read apart from what stood
 before them: half of it is hidden, and a causal kernel leaves that out."""
+
+Turns = tuple[Tensor | None, ...]
+"""For each rotary embedding a matrix `[rotary_dim, rotary_dim]`, one for each query, or none."""
 
 Rows = slice | Int[Tensor, " rows"]
 """Queries of a pass: a stretch of them, which costs no copy, or any."""
@@ -94,7 +96,8 @@ class Read:
         start: Its first slot.
         stop: The slot after its last.
         rows: The queries that see it: a stretch of them, or any.
-        turns: How these are turned first, for each rotary embedding; None: they are not.
+        turns: How these are turned first, for each rotary embedding: a matrix for all of them,
+            or one for each; None: they are not.
         causal: It is the queries' own tokens, and each sees those before it.
         seen: Which of it each query sees; None: all.
     """
@@ -103,15 +106,16 @@ class Read:
     start: int
     stop: int
     rows: Rows
-    turns: tuple[Turn | None, ...]
+    turns: Turns
     causal: bool = False
     seen: Bool[Tensor, "rows keys"] | None = None
     _masks: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict)
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Return one layer's keys and values, with a batch of one."""
-        keys, values = self.memory.keys[index], self.memory.values[index]
-        return keys[None, :, self.start : self.stop], values[None, :, self.start : self.stop]
+        tensors, size = self.memory.tensors, self.stop - self.start
+        keys = tensors["keys"][index].narrow(1, self.start, size)
+        return keys[None], tensors["values"][index].narrow(1, self.start, size)[None]
 
     def mask(self, groups: int, dtype: torch.dtype) -> Tensor | None:
         """Return an additive mask for packed queries, `[1, 1, groups x rows, keys]`.
@@ -196,11 +200,26 @@ class Reads:
             raise _unknown("keys")
         return found[1]
 
-    def turn(self, read: Read, layer: int) -> tuple[Turn, RopeSpec] | None:
-        """Return how queries of a layer are turned to read; None if they are not."""
-        rope = self._ropes[layer]
-        turn = None if rope is None else read.turns[rope]
-        return None if rope is None or turn is None else (turn, self._rotaries[rope].spec)
+    def turned(self, query: Tensor, read: Read, layer: int) -> Tensor:
+        """Return the queries that read as they see keys where these stand, `[1, heads, rows, dim]`.
+
+        In float32, rounded once.
+        """
+        rope, chosen = self._ropes[layer], query[:, :, read.rows]
+        matrix = None if rope is None else read.turns[rope]
+        if rope is None or matrix is None:
+            return chosen
+        spec = self._rotaries[rope].spec
+        part = chosen[..., spec.start : spec.start + spec.rotary_dim].float()
+        if matrix.dim() == 2:
+            turned = (part @ matrix).to(query.dtype)
+        else:
+            turned = (part.transpose(1, 2) @ matrix).transpose(1, 2).to(query.dtype)
+        if spec.rotary_dim == query.shape[-1]:
+            return turned
+        whole = chosen.clone()
+        whole[..., spec.start : spec.start + spec.rotary_dim] = turned
+        return whole
 
     @cached_property
     def _blocks(self) -> list[Block]:
@@ -221,7 +240,7 @@ class Reads:
         zero = torch.zeros((1, 1, 1, 1), dtype=torch.long)
         seen = mask_function(zero, zero, queries[None, None, :, None], block.places[None, None])
         seen = seen[0, 0].expand(len(queries), block.num_keys)
-        turns = self._turns(block, len(queries))
+        turns = self._turns(block)
         own = self._readings[0].own
         if own is not None:
             seen = self._limited(block, seen, own)
@@ -241,15 +260,11 @@ class Reads:
         before = seen.new_ones(seen.shape[0], seen.shape[1] - own.shape[1])
         return seen & torch.cat([before, own], 1)
 
-    def _turns(self, block: Block, num_queries: int) -> tuple[Turn | None, ...]:
+    def _turns(self, block: Block) -> Turns:
         if not any(shift for _, shift in block.moves):
             return (None,) * len(self._rotaries)
-        turns = []
-        for rotary in self._rotaries:
-            parts = [rotary.back(place, shift) for place, shift in block.moves]
-            cos, sin = torch.cat([p.cos for p in parts]), torch.cat([p.sin for p in parts])
-            turns.append(Turn(cos.expand(num_queries, -1), sin.expand(num_queries, -1)))
-        return tuple(turns)
+        matrices = [[rotary.back(*move) for move in block.moves] for rotary in self._rotaries]
+        return tuple(m[0] if len(m) == 1 else torch.stack(m) for m in matrices)
 
 
 def _unknown(what: str) -> EngineError:
@@ -306,7 +321,7 @@ def _in_order_at_end(block: Block, queries: Tensor, seen: Tensor) -> int:
     return size if torch.equal(own, own.new_ones(size, size).tril()) else 0
 
 
-def _cut(block: Block, turns: tuple[Turn | None, ...], seen: Tensor) -> list[Read]:
+def _cut(block: Block, turns: Turns, seen: Tensor) -> list[Read]:
     """Return the read of a block's first tokens, without queries and ends that see nothing."""
     if not seen.numel():
         return []
@@ -320,7 +335,7 @@ def _cut(block: Block, turns: tuple[Turn | None, ...], seen: Tensor) -> list[Rea
     if len(queries) < len(seen):
         chosen = _as_rows(queries)
         rows = chosen if isinstance(rows, slice) else rows[chosen]
-        turns = tuple(turn and Turn(turn.cos[chosen], turn.sin[chosen]) for turn in turns)
+        turns = tuple(m[chosen] if m is not None and m.dim() > 2 else m for m in turns)
         seen = seen[chosen]
     seen = seen[:, first:last]
     mask = None if bool(seen.all()) else seen

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,7 +100,7 @@ class HFEngine(Engine):
         self._places = Places(self._images)
         self._form = check_supported(model)
         names = inspect.signature(model.forward).parameters
-        self._cache_name = "cache" if "cache" in names else "past_key_values"
+        self.cache_name = "cache" if "cache" in names else "past_key_values"
         self._keeps_logits = "logits_to_keep" in names
         self._own_attention = AttentionNames.of(model)
         self.copies_because = ""
@@ -340,16 +340,21 @@ class HFEngine(Engine):
         return self._call(list(token_ids), seen, None, rows)
 
     def own_forward(self, token_ids: Sequence[int]) -> Float[Tensor, " vocab"]:
+        with self.own_attention(), torch.inference_mode():
+            keep = {"logits_to_keep": 1} if self._keeps_logits else {}
+            output = self.model(input_ids=torch.tensor([list(token_ids)]), **keep)
+        logits: Tensor = output.logits[0, -1].float()
+        return logits
+
+    @contextmanager
+    def own_attention(self) -> Iterator[None]:
+        """Have the model use its own attention: it is then as transformers loads it."""
         ours = AttentionNames.of(self.model)
         self._own_attention.set()
         try:
-            with torch.inference_mode():
-                keep = {"logits_to_keep": 1} if self._keeps_logits else {}
-                output = self.model(input_ids=torch.tensor([list(token_ids)]), **keep)
+            yield
         finally:
             ours.set()
-        logits: Tensor = output.logits[0, -1].float()
-        return logits
 
     def room_for(self, cache: KVCache, num_tokens: int) -> KVCache:
         buffer, end = cache.buffer, cache.end
@@ -456,7 +461,7 @@ class HFEngine(Engine):
 
         Without a cache every token is new, and masks are made for all of them.
         """
-        options: dict[str, Any] = {} if cache is None else {self._cache_name: cache}
+        options: dict[str, Any] = {} if cache is None else {self.cache_name: cache}
         if cache is None:
             # without one transformers takes gaps between positions for packed sequences
             options["attention_mask"] = torch.ones(1, len(ids), dtype=torch.long)

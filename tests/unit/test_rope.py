@@ -124,28 +124,33 @@ def test_a_stretch_written_into_a_buffer_equals_the_keys_moved_alone() -> None:
 
 
 def test_rotations_are_kept_and_the_oldest_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rope, "MAX_CACHED_TURN_TOKENS", 12)
+    monkeypatch.setattr(rope, "MAX_CACHED_TURNS", 4)
+    monkeypatch.setattr(rope, "MAX_CACHED_MATRICES", 2)
     rotary = plain_rotary()
     first = rotary.shift(0, 5, 3)
-    for target in range(6, 9):
-        rotary.shift(0, target, 3)
     assert rotary.shift(0, 5, 3) is first
-    rotary.shift(0, 9, 4)
-    assert rotary.shift(0, 5, 3) is first, "it was used last"
-    assert rotary.shift(0, 6, 3) is not first
-    rotary.shift(0, 4, 13)
+    for target in range(6, 10):
+        rotary.shift(0, target, 3)
     again = rotary.shift(0, 5, 3)
+    assert again is not first
     assert torch.equal(first.cos, again.cos) and torch.equal(first.sin, again.sin)
+    matrix = rotary.back(9, 7)
+    rotary.back(9, 6)
+    assert rotary.back(9, 7) is matrix
+    rotary.back(9, 5)
+    assert rotary.back(9, 7) is matrix, "it was used last"
+    assert len(rotary._matrices) == 2
 
 
-def test_a_query_turned_back_scores_as_the_key_moved() -> None:
-    rotary = plain_rotary()
+@pytest.mark.parametrize("pairing", ["half", "interleaved"])
+def test_a_query_turned_back_scores_as_the_key_moved(pairing: Pairing) -> None:
+    rotary = plain_rotary(pairing=pairing)
     keys, query = keys_of(6), keys_of(1)
     places = torch.arange(6)
     moved = move_keys(keys, places + 2, places + 9, rotary)
-    turned = torch.empty_like(query)
-    turn_keys([query], rotary.back(9, 7), rotary.spec, [turned])
+    turned = query @ rotary.back(9, 7)
     assert torch.allclose(turned @ keys.mT, query @ moved.mT, atol=1e-5)
+    assert not torch.allclose(query @ keys.mT, query @ moved.mT, atol=1e-2)
 
 
 @pytest.mark.parametrize("pairing", ["half", "interleaved"])

@@ -1,0 +1,240 @@
+"""`kvnotes bench`: what it costs on this machine, with this model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvnotes.cli.listing import Column, print_table, say
+from kvnotes.cli.options import DEFAULT_MODEL, Dtype, Json, ModelName, Quiet, Threads
+from kvnotes.cli.output import print_json
+from kvnotes.cli.progress import Progress
+from kvnotes.errors import PlanError
+
+if TYPE_CHECKING:
+    from kvnotes.bench.result import BenchResult
+
+app = typer.Typer(
+    help="Measure what splices, edits, decoding, files and sharing cost here.",
+    no_args_is_help=True,
+)
+
+Lengths = Annotated[
+    str, typer.Option(metavar="N,N...", help="Tokens of the compiled segment.", show_default=True)
+]
+New = Annotated[
+    str, typer.Option("--new", metavar="N,N...", help="New tokens behind it; the first is usual.")
+]
+Runs = Annotated[
+    int, typer.Option(metavar="N", min=1, help="Timed runs of each arm, after a warm-up.")
+]
+Texts = Annotated[
+    list[Path] | None,
+    typer.Option("--text", metavar="FILE", help="Text to take, instead of invented rules."),
+]
+Full = Annotated[
+    bool, typer.Option("--full/--no-full", help="Time full prefills, which take the longest.")
+]
+Out = Annotated[
+    Path, typer.Option(metavar="FOLDER", help="Where JSON and plots (PNG, SVG) are written.")
+]
+
+DEFAULT_LENGTHS, DEFAULT_OUT = "1536,3072,6144", Path("bench-results")
+
+
+@app.command()
+def compose(
+    model: ModelName = DEFAULT_MODEL,
+    dtype: Dtype = None,
+    lengths: Lengths = DEFAULT_LENGTHS,
+    new: New = "32",
+    runs: Runs = 5,
+    text: Texts = None,
+    full: Full = True,
+    peers: Annotated[
+        bool, typer.Option("--peers", help="Measure other methods and packages as well.")
+    ] = False,
+    gguf: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The model for llama.cpp, with --peers.")
+    ] = None,
+    out: Out = DEFAULT_OUT,
+    threads: Threads = None,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Time to first token of a splice, beside an exact prefix hit and a full prefill."""
+    given = {"new_tokens": new, "full": full, "peers": peers, "gguf": gguf}
+    _run("compose", model, dtype, lengths, runs, text, out, threads, json, quiet, given)
+
+
+@app.command()
+def edit(
+    model: ModelName = DEFAULT_MODEL,
+    dtype: Dtype = None,
+    lengths: Lengths = DEFAULT_LENGTHS,
+    runs: Runs = 5,
+    text: Texts = None,
+    full: Full = True,
+    out: Out = DEFAULT_OUT,
+    threads: Threads = None,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Time to first token after an edit, by strategy, and after many edits."""
+    _run("edit", model, dtype, lengths, runs, text, out, threads, json, quiet, {"full": full})
+
+
+@app.command()
+def decode(
+    model: ModelName = DEFAULT_MODEL,
+    dtype: Dtype = None,
+    lengths: Lengths = DEFAULT_LENGTHS,
+    new: New = "32",
+    runs: Runs = 5,
+    text: Texts = None,
+    out: Out = DEFAULT_OUT,
+    threads: Threads = None,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Time per token over a spliced segment, beside transformers' own caches."""
+    _run(
+        "decode", model, dtype, lengths, runs, text, out, threads, json, quiet, {"new_tokens": new}
+    )
+
+
+@app.command()
+def store(
+    model: ModelName = DEFAULT_MODEL,
+    dtype: Dtype = None,
+    lengths: Lengths = DEFAULT_LENGTHS,
+    runs: Runs = 5,
+    text: Texts = None,
+    full: Full = True,
+    out: Out = DEFAULT_OUT,
+    threads: Threads = None,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Saving and loading a compiled segment, beside the bytes alone and computing it again."""
+    _run("store", model, dtype, lengths, runs, text, out, threads, json, quiet, {"full": full})
+
+
+@app.command()
+def share(
+    model: ModelName = DEFAULT_MODEL,
+    dtype: Dtype = None,
+    lengths: Lengths = "6144",
+    new: New = "32",
+    sessions: Annotated[
+        str, typer.Option(metavar="N,N...", help="Conversations over one segment.")
+    ] = "1,2,4,8,16",
+    runs: Runs = 5,
+    text: Texts = None,
+    out: Out = DEFAULT_OUT,
+    threads: Threads = None,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Conversations that share a segment: time of a common step, and memory."""
+    given = {"new_tokens": new, "sessions": sessions}
+    _run("share", model, dtype, lengths, runs, text, out, threads, json, quiet, given)
+
+
+def _run(
+    name: str,
+    model: str,
+    dtype: str | None,
+    lengths: str,
+    runs: int,
+    texts: Sequence[Path] | None,
+    out: Path,
+    threads: int | None,
+    json: bool,
+    quiet: bool,
+    given: Mapping[str, Any],
+) -> None:
+    from importlib import import_module
+
+    import kvnotes
+    from kvnotes.bench.options import BenchOptions
+    from kvnotes.bench.text import bench_text
+    from kvnotes.engine.base import set_num_threads
+
+    numbers: dict[str, Any] = {
+        k: _numbers(k, v) if isinstance(v, str) else v for k, v in given.items()
+    }
+    options = BenchOptions(lengths=_numbers("lengths", lengths), runs=runs, **numbers)
+    content = [_read(path) for path in texts or ()]
+    out.mkdir(parents=True, exist_ok=True)
+    set_num_threads(threads)
+    with Progress(wanted=not quiet) as progress:
+        progress.say(f"loading {model}")
+        loaded = kvnotes.load(model, dtype=dtype or "float32")
+        text = bench_text(loaded, content, max(options.lengths))
+        text.segment(max(options.lengths))
+        run = import_module(f"kvnotes.bench.{name}").run
+        result: BenchResult = run(loaded, text, options, progress.say)
+    written = result.write(out)
+    if json:
+        print_json(result.to_json())
+        return
+    _print(result)
+    say("written: " + ", ".join(str(path) for path in written))
+    if len(written) == 1:
+        say("no plot: pip install 'kvnotes[plots]'")
+
+
+def _numbers(name: str, text: str) -> tuple[int, ...]:
+    """Return the numbers of an option like 1,2,3.
+
+    Raises:
+        PlanError: It is no list of whole numbers above 0.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) for part in parts):
+        option = {"new_tokens": "new"}.get(name, name)
+        raise PlanError(
+            f"--{option} {text!r} is no list of whole numbers above 0", hint="write 1536,6144"
+        )
+    return tuple(dict.fromkeys(int(part) for part in parts))
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is no UTF-8 text"
+        raise PlanError(f"cannot read {path}: {reason}", hint="give a text file") from error
+
+
+def _print(result: BenchResult) -> None:
+    """Print every table, and how the costs grow."""
+    m = result.machine
+    threads = f"{m['threads']} thread{'' if m['threads'] == 1 else 's'}"
+    say(f"{m['model']}, {m['dtype']}, {threads}, {m['cpu']}, torch {m['torch']}")
+    for table in result.tables:
+        names = list(dict.fromkeys(name for row in table.rows for name in row))
+        say("")
+        say(f"{table.title} (ms: median [least-most])")
+        columns = [Column(name, number=True) for name in names]
+        print_table(columns, [[_cell(row.get(name)) for name in names] for row in table.rows])
+        if table.note:
+            say(table.note)
+    found = {name: value for name, value in result.exponents.items() if value is not None}
+    if found:
+        say("")
+        say("how costs grow, as a power of what is named")
+        columns = [Column("cost"), Column("exponent", number=True)]
+        print_table(columns, [(name, f"{value:.2f}") for name, value in found.items()])
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, Mapping):
+        digits = 0 if value["median"] >= 100 else 1 if value["median"] >= 1 else 3
+        median, low, high = (f"{value[key]:.{digits}f}" for key in ("median", "min", "max"))
+        return f"{median} [{low}-{high}]"
+    return "" if value is None else str(value)
