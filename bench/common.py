@@ -5,26 +5,20 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
-import statistics
 import sys
-import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import kvnotes
+from kvnotes.bench.result import machine_facts
+from kvnotes.bench.timing import Probe, interleaved, summary
+
+__all__ = ["Probe", "interleaved", "summary"]
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 RESULTS = Path(__file__).resolve().parent / "results"
-
-PROBE_SIZE = 400
-"""A product of this size takes about 1 ms on one core: long enough to see contention."""
-
-PROBE_LIMIT = 1.5
-"""A block is repeated when the probe is slower than this times its idle value."""
 
 
 def arguments(description: str) -> argparse.ArgumentParser:
@@ -45,25 +39,9 @@ def load(args: argparse.Namespace) -> kvnotes.Model:
 
 def machine(args: argparse.Namespace) -> dict[str, Any]:
     """Return what the numbers depend on."""
-    import transformers
-
-    cpu = platform.processor() or platform.machine()
-    if Path("/proc/cpuinfo").exists():
-        names = [x for x in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in x]
-        cpu = names[0].split(":")[1].strip() if names else cpu
-    return {
-        "cpu": cpu,
-        "cores": os.cpu_count(),
-        "threads": args.threads,
-        "dtype": args.dtype,
-        "model": args.model,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "kvnotes": kvnotes.__version__,
-        "command": "python " + " ".join([os.path.relpath(sys.argv[0]), *sys.argv[1:]]),
-        "date": time.strftime("%Y-%m-%d"),
-    }
+    facts = machine_facts()
+    command = "python " + " ".join([os.path.relpath(sys.argv[0]), *sys.argv[1:]])
+    return {**facts, "dtype": args.dtype, "model": args.model, "command": command}
 
 
 def save(name: str, args: argparse.Namespace, body: dict[str, Any]) -> Path:
@@ -75,69 +53,19 @@ def save(name: str, args: argparse.Namespace, body: dict[str, Any]) -> Path:
     return path
 
 
-class Probe:
-    """A fixed matrix product: tells whether the machine is as idle as it was."""
-
-    def __init__(self) -> None:
-        self._left = torch.randn(PROBE_SIZE, PROBE_SIZE)
-        self.idle_ms = min(self._once() for _ in range(30))
-
-    def _once(self) -> float:
-        start = time.perf_counter()
-        self._left @ self._left
-        return (time.perf_counter() - start) * 1e3
-
-    def busy(self) -> bool:
-        """Whether the machine is busier than the limit allows."""
-        return statistics.median(self._once() for _ in range(7)) > PROBE_LIMIT * self.idle_ms
-
-
-def interleaved(
-    arms: dict[str, Callable[[], float]], runs: int, *, max_repeats: int = 20
-) -> dict[str, dict[str, float]]:
-    """Run arms in turn and return median, minimum and maximum of each, in ms.
-
-    Args:
-        arms: Functions that return their own time in ms.
-        runs: Runs per arm, after one warm-up.
-        max_repeats: How often a busy block is repeated before it is taken anyway.
-    """
-    probe = Probe()
-    times: dict[str, list[float]] = {name: [] for name in arms}
-    for arm in arms.values():
-        arm()
-    disturbed = 0
-    for _ in range(runs):
-        for attempt in range(max_repeats):
-            before = probe.busy()
-            block = {name: arm() for name, arm in arms.items()}
-            if not before and not probe.busy():
-                break
-            disturbed += attempt == max_repeats - 1
-        for name, value in block.items():
-            times[name].append(value)
-    if disturbed:
-        print(f"warning: {disturbed} of {runs} blocks were disturbed", file=sys.stderr)
-    return {name: summary(values) for name, values in times.items()}
-
-
-def summary(values: Sequence[float]) -> dict[str, float]:
-    """Return median, minimum and maximum."""
-    return {
-        "median": round(statistics.median(values), 3),
-        "min": round(min(values), 3),
-        "max": round(max(values), 3),
-    }
+def retail_text() -> str:
+    """Return the real retail policy, followed by what customers want in its tasks."""
+    text = (DATA / "tau2_retail_policy.md").read_text()
+    tasks = json.loads((DATA / "tau2_retail_tasks.json").read_text())
+    more = "\n".join(task["user_scenario"]["instructions"]["reason_for_call"] for task in tasks)
+    return f"{text}\n{more}"
 
 
 def policy_ids(model: kvnotes.Model, num_tokens: int | None = None) -> tuple[int, ...]:
     """Return tokens of the real retail policy, followed by its tasks where more are asked for."""
-    text = (DATA / "tau2_retail_policy.md").read_text()
-    ids = model.tokenizer.encode(text)
+    ids = model.tokenizer.encode((DATA / "tau2_retail_policy.md").read_text())
     if num_tokens is not None and num_tokens > len(ids):
-        tasks = json.loads((DATA / "tau2_retail_tasks.json").read_text())
-        more = "\n".join(task["user_scenario"]["instructions"]["reason_for_call"] for task in tasks)
-        ids = model.tokenizer.encode(text + "\n" + more)
+        ids = model.tokenizer.encode(retail_text())
     return tuple(ids if num_tokens is None else ids[:num_tokens])
 
 

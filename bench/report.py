@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).resolve().parent / "results"
+PLOTS = Path(__file__).resolve().parents[1] / "docs" / "pictures" / "bench"
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "benchmarks.md"
 
 HEAD = """# Benchmarks
@@ -21,11 +23,11 @@ warm-up with minimum and maximum, blocks repeated while a probe says that the ma
 def main() -> None:
     """Write the page."""
     parts = [HEAD]
+    for pattern, title in BENCHES.items():
+        for path in sorted(RESULTS.glob(f"{pattern}-*.json")):
+            parts.append(_bench(json.loads(path.read_text()), title, _plot(path)))
     for name, write in (
-        ("speed", _speed),
-        ("breakeven", _break_even),
         ("prefill", _prefill),
-        ("erratum", _erratum),
         ("fidelity", _fidelity),
         ("recovery", _recovery),
         ("store", _store),
@@ -63,60 +65,55 @@ def _ms(value: dict[str, float] | None, digits: int = 0) -> str:
     return f"{median} [{low}-{high}]"
 
 
-def _speed(result: dict[str, Any]) -> str:
+BENCHES = {
+    "cli/compose": "Time to first token of a splice",
+    "peers/compose": "Other methods, and other numbers of new tokens",
+    "short/compose": "When a splice pays",
+    "cli/decode": "Time per token",
+    "cli/share": "Conversations over one segment",
+    "cli/edit": "Time to first token after an edit",
+    "cli/store": "A segment as a file",
+}
+"""What `kvnotes bench` measured, by the place of its results."""
+
+
+def _plot(path: Path) -> str:
+    """Copy the plot of a result to the pages; return its name there."""
+    plot, name = path.with_suffix(".svg"), f"{path.parent.name}-{path.stem}.svg"
+    if not plot.exists():
+        return ""
+    PLOTS.mkdir(parents=True, exist_ok=True)
+    shutil.copy(plot, PLOTS / name)
+    return name
+
+
+def _bench(result: dict[str, Any], title: str, plot: str) -> str:
+    """Return the section of a result of `kvnotes bench`."""
     m = result["machine"]
-    rows = [
-        [
-            str(r["segment_tokens"]),
-            str(r["new_tokens"]),
-            _ms(r["hit"]),
-            _ms(r["splice"]),
-            f"**{r['splice_over_hit']:.2f}**",
-            _ms(r["refresh"]),
-            _ms(r.get("full")),
-            f"**{r['full_over_splice']:.1f}x**" if "full_over_splice" in r else "-",
-            f"{r['full_gflops']} of {r['matmul_gflops']}" if "full_gflops" in r else "-",
-        ]
-        for r in result["rows"]
-    ]
-    moves = [
-        [str(r["segment_tokens"]), _ms(r["copy"]), _ms(r["move"]), f"**{r['move_over_copy']:.2f}**"]
-        for r in result["rows"]
-    ]
-    return (
-        f"## Time to first token, {m['dtype']}, {m['threads']} thread(s)\n\n{_machine(result)}\n"
-        "33 header tokens cached, one segment, new tokens at the end. `hit`: exact prefix hit "
-        "with the same new tokens. `splice`: header cached, compiled segment moved, one seam "
-        "token. `refresh`: eight tokens in the middle recomputed. `full`: cold prefill.\n\n"
-        + _table(
-            [
-                "segment",
-                "new",
-                "hit ms",
-                "splice ms",
-                "splice / hit",
-                "refresh ms",
-                "full ms",
-                "full / splice",
-                "prefill GFLOP/s of matmul",
-            ],
-            rows,
-        )
-        + "\nCopying a segment's bytes once, and copying and moving it, into memory in use "
-        "before:\n\n" + _table(["segment", "copy ms", "copy and move ms", "ratio"], moves)
-    )
+    threads = f"{m['threads']} thread{'' if m['threads'] == 1 else 's'}"
+    parts = [f"## {title}, {m['dtype']}, {threads}\n", _machine(result)]
+    if plot:
+        parts.append(f"![{title}, plotted](pictures/bench/{plot})\n")
+    for table in result["tables"]:
+        names = list(dict.fromkeys(name for row in table["rows"] for name in row))
+        rows = [[_cell(row.get(name)) for name in names] for row in table["rows"]]
+        parts.append(f"{_sentence(table['title'])}. {table['note']}\n\n{_table(names, rows)}")
+    grown = {name: value for name, value in result["exponents"].items() if value is not None}
+    if grown:
+        rows = [[name, f"{value:.2f}"] for name, value in grown.items()]
+        head = "How costs grow: the exponent of the power law that fits best.\n\n"
+        parts.append(head + _table(["cost", "exponent"], rows))
+    return "\n".join(parts)
 
 
-def _break_even(result: dict[str, Any]) -> str:
-    rows = [
-        [str(r["segment_tokens"]), _ms(r["splice"], 1), _ms(r["compute"], 1)]
-        for r in result["rows"]
-    ]
-    return (
-        f"## When a splice pays, {result['machine']['dtype']}\n\n{_machine(result)}\n"
-        "The header is cached; a short segment is spliced with one seam token, or computed "
-        "together with the new tokens.\n\n" + _table(["segment", "splice ms", "compute ms"], rows)
-    )
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, dict):
+        return _ms(value, 0 if value["median"] >= 100 else 1 if value["median"] >= 1 else 3)
+    return "" if value is None else str(value)
 
 
 def _prefill(result: dict[str, Any]) -> str:
@@ -129,26 +126,6 @@ def _prefill(result: dict[str, Any]) -> str:
         f"## The fastest exact prefill, {result['machine']['dtype']}\n\n{_machine(result)}\n"
         "Attention kernel and tokens per forward, fastest first; the engine uses "
         "`kvnotes_packed` in chunks of 512.\n\n" + _table(["tokens", "kernel, chunk", "ms"], rows)
-    )
-
-
-def _erratum(result: dict[str, Any]) -> str:
-    rows = [
-        [
-            str(r["segment_tokens"]),
-            str(r["new_tokens"]),
-            _ms(r["session"]),
-            _ms(r["hit"]),
-            f"**{r['session_over_hit']:.2f}**",
-        ]
-        for r in result["rows"]
-    ]
-    return (
-        f"## Time to first token after an erratum, {result['machine']['dtype']}\n\n"
-        f"{_machine(result)}\nA whole session turn (rendering, tokenizing, planning, computing) "
-        "with one edit before it, against the engine's exact prefix hit with the same new tokens "
-        "(erratum, question, generation prompt).\n\n"
-        + _table(["cached", "new", "session turn ms", "hit ms", "ratio"], rows)
     )
 
 

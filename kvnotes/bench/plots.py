@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import matplotlib
 
@@ -13,6 +14,7 @@ matplotlib.use("Agg")
 
 from matplotlib import pyplot
 from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 WIDTH, HEIGHT = 5.4, 3.8
 """Inches of one panel."""
@@ -24,6 +26,9 @@ STYLE: dict[Any, Any] = {
     "axes.spines.right": False,
 }
 """Text stays text, and the same result is the same file."""
+
+MAX_DECADES = 1e3
+"""Over more than this, ticks stand at powers of ten alone."""
 
 MARKERS = "os^vDPX*<>"
 """Series differ by form as well as by colour."""
@@ -47,7 +52,8 @@ def draw(result: BenchResult, stem: Path) -> list[Path]:
             _draw(panel, ax)
         m = result.machine
         threads = f"{m['threads']} thread{'' if m['threads'] == 1 else 's'}"
-        figure.suptitle(f"{m['model']}, {m['dtype']}, {threads}, {m['cpu']}", fontsize=9)
+        cpu = m["cpu"].replace("(R)", "").replace("(TM)", "")
+        figure.suptitle(f"{m['model']}, {m['dtype']}, {threads}, {cpu}", fontsize=9)
         figure.tight_layout()
         files = [stem.with_suffix(".png"), stem.with_suffix(".svg")]
         for file in files:
@@ -63,13 +69,24 @@ def _draw(panel: Panel, ax: Axes) -> None:
         marker = MARKERS[number % len(MARKERS)]
         ax.errorbar(x, y, yerr=[below, above], label=name, marker=marker, markersize=4, capsize=2)
     if panel.log_x:
-        ax.set_xscale("log")
+        _as_logarithms(ax, "x", [p.x for points in panel.series.values() for p in points])
     if panel.log_y:
-        ax.set_yscale("log")
+        _as_logarithms(ax, "y", [p.y for points in panel.series.values() for p in points])
     else:
         ax.set_ylim(bottom=0)
     ax.set_title(panel.title, fontsize=10)
     ax.set_xlabel(panel.x)
     ax.set_ylabel(panel.y)
     ax.grid(alpha=0.3)
-    ax.legend(fontsize=7)
+    if len(panel.series) > 1:
+        ax.legend(fontsize=7)
+
+
+def _as_logarithms(ax: Axes, axis: Literal["x", "y"], values: Sequence[float]) -> None:
+    """Make an axis logarithmic, with ticks that people read: 1, 2 and 5 in each decade."""
+    getattr(ax, f"set_{axis}scale")("log")
+    whole = getattr(ax, f"{axis}axis")
+    few = max(values) < MAX_DECADES * min(values) if min(values) > 0 else False
+    whole.set_major_locator(LogLocator(subs=(1, 2, 5) if few else (1,)))
+    whole.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    whole.set_minor_formatter(NullFormatter())

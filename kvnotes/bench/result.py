@@ -120,7 +120,14 @@ class BenchResult:
 
 
 def machine(model: Model) -> dict[str, Any]:
-    """Return what the numbers depend on."""
+    """Return what the numbers depend on, with the command that made them."""
+    command = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    dtype = model.engine.spec.dtype
+    return {**machine_facts(), "dtype": dtype, "model": model.name, "command": command}
+
+
+def machine_facts() -> dict[str, Any]:
+    """Return the machine and the versions."""
     import transformers
 
     cpu = platform.processor() or platform.machine()
@@ -128,18 +135,14 @@ def machine(model: Model) -> dict[str, Any]:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         names = [line for line in lines if "model name" in line]
         cpu = names[0].split(":")[1].strip() if names else cpu
-    command = [Path(sys.argv[0]).name, *sys.argv[1:]]
     return {
         "cpu": cpu,
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "dtype": model.engine.spec.dtype,
-        "model": model.name,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "kvnotes": kvnotes.__version__,
-        "command": " ".join(command),
         "date": time.strftime("%Y-%m-%d"),
     }
 

@@ -8,7 +8,7 @@ from kvnotes.plan.steps import Compute, Plan, Step
 
 MIN_SPLICE_TOKENS = 16
 """Fewer tokens than this are computed rather than spliced, whatever the model: the seam
-and a second stretch of Compute cost more than they save (`bench/speed.py --name breakeven`)."""
+and a second stretch of Compute cost more than they save (`kvnotes bench compose`)."""
 
 
 @dataclass(frozen=True, slots=True)
