@@ -37,6 +37,7 @@ class Result:
         error: Largest gap to a masked forward, of the logit scale.
         control: The same without rotation; None where nothing is rotated.
         cause: Why it was refused or not built.
+        copies: Why compiled K/V are copied; "" if they are read where they stand.
     """
 
     verdict: str
@@ -44,6 +45,7 @@ class Result:
     error: float | None = None
     control: float | None = None
     cause: str = ""
+    copies: str = ""
 
 
 def measure(model_type: str) -> Result:
@@ -59,7 +61,14 @@ def measure(model_type: str) -> Result:
         return Result(REFUSED, cause=error.message.split("is not supported: ")[-1])
     verdict = EXACT if found.passed else WRONG
     error_ = max(found.worst, GAP_FLOOR)
-    return Result(verdict, layout_of(engine.spec), error_, found.control, engine.spec.limit_reason)
+    return Result(
+        verdict,
+        layout_of(engine.spec),
+        error_,
+        found.control,
+        engine.spec.limit_reason,
+        engine.copies_because,
+    )
 
 
 def layout_of(spec: ModelSpec) -> str:
@@ -95,6 +104,9 @@ load goes through the same gate, and `kvnotes doctor MODEL` shows what it finds 
   that shares no cache and no rotation with them. `error` is the largest gap of the logits,
   relative to the largest logit; `unrotated` is the gap of a splice whose positions stay as they
   were, to show that the comparison can fail.
+* *read in place*: compiled K/V are read where they stand; *copied*: they are copied and turned,
+  because the model's attention takes no others (see
+  [how it works](how-it-works.md#reading-keys-where-they-stand)).
 * *refused*: with the cause, when the model is loaded. An erratum can still be sent to it as text:
   `kvnotes.ErratumStyle().text("status", "shipped")`.
 * *not built*: transformers' configuration could not be made small here; the gate decides when one
@@ -116,8 +128,8 @@ Images: Qwen2-VL, Qwen2.5-VL, Qwen3-VL, GLM-4V and PaddleOCR-VL are proved by
 
 {counts}
 
-| model type | verdict | what is cached, and what moves | error | unrotated | cause, or limit |
-|---|---|---|---|---|---|
+| type | verdict | what is cached, and what moves | compiled | error | unrotated | cause, or limit |
+|---|---|---|---|---|---|---|
 """
 
 
@@ -125,8 +137,10 @@ def write_page(path: Path, results: dict[str, Result]) -> None:
     """Write docs/models.md."""
     counts = Counter(result.verdict for result in results.values())
     text = ", ".join(f"{number} {verdict}" for verdict, number in counts.most_common())
+    num_read = sum(r.verdict == EXACT and not r.copies for r in results.values())
     rows = "".join(
-        f"| {name} | {r.verdict} | {r.layout} | {_number(r.error)} | {_number(r.control)} | "
+        f"| {name} | {r.verdict} | {r.layout} | {_read(r)} | {_number(r.error)} | "
+        f"{_number(r.control)} | "
         f"{_cell(r.cause)} |\n"
         for name, r in results.items()
     )
@@ -134,7 +148,7 @@ def write_page(path: Path, results: dict[str, Result]) -> None:
         version=transformers.__version__,
         window=WINDOW,
         chunk=CHUNK,
-        counts=f"Of {len(results)} types: {text}.",
+        counts=f"Of {len(results)} types: {text}. {num_read} read compiled K/V in place.",
     )
     path.write_text(head + rows, encoding="utf-8")
 
@@ -143,6 +157,12 @@ def read_page(path: Path) -> dict[str, Result]:
     """Return the rows of the page, without errors and causes."""
     rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \| ([^|]*) \|", path.read_text(), re.MULTILINE)
     return {name: Result(verdict, layout.strip()) for name, verdict, layout in rows[1:]}
+
+
+def _read(result: Result) -> str:
+    if result.verdict != EXACT:
+        return ""
+    return "copied" if result.copies else "read in place"
 
 
 def _number(value: float | None) -> str:

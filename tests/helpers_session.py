@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from helpers_models import ROTARIES
 from helpers_prompt import family_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -38,7 +39,9 @@ def _engine(family: str) -> HFEngine:
     for parameter in model.parameters():
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
-    return HFEngine(model, "tiny")
+    made = HFEngine(model, "tiny")
+    ROTARIES[made.fingerprint] = made.rotaries
+    return made
 
 
 def tiny_model(family: str = "smollm2") -> Model:

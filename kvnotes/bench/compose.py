@@ -11,6 +11,7 @@ import statistics
 import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -258,6 +259,8 @@ def _peers(
 
 def _kvboost(model: Model, text: BenchText, options: BenchOptions) -> list[dict[str, Any]]:
     """Measure kvboost, whose header has to fill a chunk of its own."""
+    if find_spec("kvboost") is None:
+        raise ImportError("not installed, pip install --no-deps kvboost")
     engine: Any = model.engine
     header = (text.header * (KVBOOST_CHUNK // len(text.header) + 1))[:KVBOOST_CHUNK]
     body = text.segment(options.lengths[0] // KVBOOST_CHUNK * KVBOOST_CHUNK)
@@ -278,6 +281,8 @@ def _llama(model: Model, text: BenchText, options: BenchOptions) -> list[dict[st
     """Measure llama.cpp, which shifts keys and recomputes nothing; its own prefill judges it."""
     from kvnotes.bench.llama_cpp import LlamaPeer
 
+    if find_spec("llama_cpp") is None:
+        raise ImportError("not installed, pip install llama-cpp-python")
     if options.gguf is None:
         raise ImportError("it needs the model as a file, --gguf FILE")
     body, header = text.segment(options.lengths[0]), text.header

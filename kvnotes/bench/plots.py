@@ -9,6 +9,7 @@ from typing import Any, Literal
 import matplotlib
 
 from kvnotes.bench.result import BenchResult, Panel
+from kvnotes.bench.timing import Number
 
 matplotlib.use("Agg")
 
@@ -82,7 +83,7 @@ def _draw(panel: Panel, ax: Axes) -> None:
         ax.legend(fontsize=7)
 
 
-def _as_logarithms(ax: Axes, axis: Literal["x", "y"], values: Sequence[float]) -> None:
+def _as_logarithms(ax: Axes, axis: Literal["x", "y"], values: Sequence[Number]) -> None:
     """Make an axis logarithmic, with ticks that people read: 1, 2 and 5 in each decade."""
     getattr(ax, f"set_{axis}scale")("log")
     whole = getattr(ax, f"{axis}axis")

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 import kvnotes
+from kvnotes.bench.timing import Number
 from kvnotes.session import Model
 
 Value = float | int | str | Mapping[str, float] | None
@@ -29,10 +30,10 @@ Value = float | int | str | Mapping[str, float] | None
 class Point:
     """A value of a series, with what it ranged over."""
 
-    x: float
-    y: float
-    low: float
-    high: float
+    x: Number
+    y: Number
+    low: Number
+    high: Number
 
 
 @dataclass(frozen=True, slots=True)

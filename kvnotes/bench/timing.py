@@ -16,6 +16,8 @@ PROBE_SIZE = 400
 PROBE_LIMIT = 1.5
 """A block is repeated when the probe is slower than this times its idle value."""
 
+Number = int | float
+
 Summary = dict[str, float]
 """Median, minimum and maximum."""
 
@@ -81,7 +83,7 @@ def summary(values: Sequence[float]) -> Summary:
     }
 
 
-def growth_exponent(points: Sequence[tuple[float, float]]) -> float | None:
+def growth_exponent(points: Sequence[tuple[Number, Number]]) -> float | None:
     """Return b of the power law y = a x^b that fits points best; None for fewer than two.
 
     Least squares of the logarithms: 0 does not grow, 1 grows in proportion.

@@ -104,6 +104,9 @@ class ModelCheckup:
             return
         yield Check.ok(SECTION, "supported", f"{engine.spec.model_type}, loaded in {dtype}")
         yield from self._check_layout(engine)
+        copies = engine.copies_because
+        read = f"copied to where they are needed: {copies}" if copies else "read where they stand"
+        yield Check.ok(SECTION, "compiled K/V", read)
         yield self._check_gate(engine)
         yield from self._check_speed(engine)
 

@@ -43,7 +43,7 @@ def packed_attention(
     query: Float[Tensor, "batch heads queries head_dim"],
     key: Float[Tensor, "batch kv_heads tokens head_dim"],
     value: Float[Tensor, "batch kv_heads tokens value_dim"],
-    attention_mask: Float[Tensor, "#batch #heads queries tokens"] | None,
+    attention_mask: Float[Tensor, "#batch #heads queries _"] | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     softcap: float | None = None,

@@ -275,7 +275,7 @@ def _unknown(what: str) -> EngineError:
 
 
 def blocks_of(pieces: Iterable[Piece]) -> list[Block]:
-    """Return the blocks that pieces of one sequence make."""
+    """Return the blocks that pieces of one sequence make, by the first token of each."""
     blocks: list[list[Piece]] = []
     for piece in sorted(pieces, key=lambda p: (id(p.memory), p.shift, p.slot)):
         last = blocks[-1][-1] if blocks else None
@@ -287,6 +287,8 @@ def blocks_of(pieces: Iterable[Piece]) -> list[Block]:
             blocks[-1].append(piece)
         else:
             blocks.append([piece])
+    # the order in which results are merged decides their last bits: no address may
+    blocks.sort(key=lambda found: min(piece.start for piece in found))
     return [
         Block(
             found[0].memory,

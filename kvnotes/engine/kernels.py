@@ -26,10 +26,10 @@ of those of the keys; the mask is additive, `[1, 1, queries, keys]`, and only wi
 
 
 def flash_cpu(
-    query: Float[Tensor, "1 heads queries head_dim"],
-    key: Float[Tensor, "1 kv_heads keys head_dim"],
-    value: Float[Tensor, "1 kv_heads keys head_dim"],
-    mask: Float[Tensor, "1 1 queries keys"] | None,
+    query: Float[Tensor, "batch heads queries head_dim"],
+    key: Float[Tensor, "batch kv_heads keys head_dim"],
+    value: Float[Tensor, "batch kv_heads keys head_dim"],
+    mask: Float[Tensor, "#batch #kv_heads queries keys"] | None,
     *,
     causal: bool,
     scale: float,
@@ -42,10 +42,10 @@ def flash_cpu(
 
 
 def flex(
-    query: Float[Tensor, "1 heads queries head_dim"],
-    key: Float[Tensor, "1 kv_heads keys head_dim"],
-    value: Float[Tensor, "1 kv_heads keys value_dim"],
-    mask: Float[Tensor, "1 1 queries keys"] | None,
+    query: Float[Tensor, "batch heads queries head_dim"],
+    key: Float[Tensor, "batch kv_heads keys head_dim"],
+    value: Float[Tensor, "batch kv_heads keys value_dim"],
+    mask: Float[Tensor, "#batch #kv_heads queries keys"] | None,
     *,
     causal: bool,
     scale: float,
@@ -54,12 +54,15 @@ def flex(
     """FlexAttention, for GPUs: untested there, equal to the others on CPU tensors."""
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
+    shape = (*query.shape[:3], key.shape[2])
+    whole = None if mask is None else mask.expand(shape)
+
     def changed(score: Tensor, batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
         if softcap is not None:
             score = softcap * torch.tanh(score / softcap)
         if causal:
             return torch.where(row >= column, score, -float("inf"))
-        return score if mask is None else score + mask[0, 0, row, column]
+        return score if whole is None else score + whole[batch, head, row, column]
 
     out, aux = flex_attention(
         query,
@@ -75,18 +78,18 @@ def flex(
 
 
 def plain(
-    query: Float[Tensor, "1 heads queries head_dim"],
-    key: Float[Tensor, "1 kv_heads keys head_dim"],
-    value: Float[Tensor, "1 kv_heads keys value_dim"],
-    mask: Float[Tensor, "1 1 queries keys"] | None,
+    query: Float[Tensor, "batch heads queries head_dim"],
+    key: Float[Tensor, "batch kv_heads keys head_dim"],
+    value: Float[Tensor, "batch kv_heads keys value_dim"],
+    mask: Float[Tensor, "#batch #kv_heads queries keys"] | None,
     *,
     causal: bool,
     scale: float,
     softcap: float | None = None,
 ) -> Partial:
     """Matrix products and a softmax: for what the fast kernels do not take, and as reference."""
-    groups = query.shape[1] // key.shape[1]
-    shape = (1, key.shape[1], groups, *query.shape[2:])
+    batch, heads, queries, _ = query.shape
+    shape = (batch, key.shape[1], heads // key.shape[1], *query.shape[2:])
     scores = (query.reshape(shape) @ key[:, :, None].mT).float() * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
@@ -99,8 +102,7 @@ def plain(
     lse = torch.logsumexp(scores, -1)
     weights = torch.exp(scores - lse[..., None]).to(value.dtype)
     out = weights @ value[:, :, None]
-    heads, queries = query.shape[1:3]
-    return out.reshape(1, heads, queries, -1), lse.reshape(1, heads, queries)
+    return out.reshape(batch, heads, queries, -1), lse.reshape(batch, heads, queries)
 
 
 def kernel_for(query: Tensor, key: Tensor, value: Tensor, softcap: float | None) -> Kernel:

@@ -27,6 +27,7 @@ from kvnotes.errors import (
 from kvnotes.fidelity import MECHANICAL_TOLERANCE, compare, floor, mask_reference
 from kvnotes.gate import run_gate
 from kvnotes.plan import Match, Plan, Splice, plan_compose, plan_keep
+from kvnotes.rope import Rotary
 from kvnotes.session import SegmentBook
 
 TOLERANCE = MECHANICAL_TOLERANCE["float32"]
@@ -87,8 +88,10 @@ def test_keys_left_unrotated_fail_the_same_comparison(monkeypatch: pytest.Monkey
             out.copy_(keys)
 
     monkeypatch.setattr(execute, "turn_keys", unrotated)
-    wrong = e.execute(plan, segments=[segment])
-    assert relative_gap(wrong.last_logits(), mask_reference(e, wrong.cache.layout)) > UNROTATED
+    monkeypatch.setattr(Rotary, "back", lambda self, *move: torch.eye(self.spec.rotary_dim))
+    for executor in ("copy", "view"):
+        wrong = e.execute(plan, segments=[segment], executor=executor)
+        assert relative_gap(wrong.last_logits(), mask_reference(e, wrong.cache.layout)) > UNROTATED
 
 
 def test_a_segment_behind_a_preamble_is_that_slice_of_a_prefill() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers_matrix import tiny_model
 from helpers_models import MODELS, build, engine, engine_of
 
 from kvnotes.engine import cost
@@ -56,12 +57,13 @@ def test_a_disturbed_measurement_makes_nothing_free(
 
 
 def values(model: CostModel) -> list[float]:
-    return [
-        model.ms_per_token,
-        model.ms_per_pair,
-        model.ms_per_moved_token,
-        model.ms_per_pass,
-    ]
+    assert model.ms_per_moved_token == 0, "it is read where it stands"
+    return [model.ms_per_token, model.ms_per_pair, model.ms_per_pass]
+
+
+def test_moving_costs_something_where_it_is_copied() -> None:
+    latent = engine_of(tiny_model("deepseek_v3"))
+    assert latent.copies_because and latent.cost.ms_per_moved_token > 0
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -48,15 +48,40 @@ def test_a_second_continuation_of_the_same_cache_copies() -> None:
 def test_an_edit_of_a_cache_that_is_given_up_runs_in_its_memory() -> None:
     base = engine().prefill(IDS).cache
     buffer = base.buffer
-    edited = engine().execute(refreshed(base, (5, 6)), base=base, consume=True).cache
+    plan = refreshed(base, (5, 6))
+    edited = engine().execute(plan, base=base, consume=True, executor="copy").cache
     assert edited.buffer is buffer
     assert base.length == 0, "the cache that was given up is empty, not wrong"
+
+
+def test_an_edit_goes_on_behind_what_it_keeps_and_overwrites_nothing() -> None:
+    base = engine().prefill(IDS).cache
+    held = snapshot(base)
+    edited = engine().execute(refreshed(base, (5, 6)), base=base).cache
+    assert edited.buffer is base.buffer
+    assert [(p.slot, p.start, p.num_tokens) for p in edited.pieces] == [
+        (0, 0, 8),
+        (20, 8, 2),
+        (10, 10, 10),
+        (22, 20, 1),
+    ]
+    assert same_kv(snapshot(base), held)
+
+
+def test_what_an_edit_of_a_cache_that_is_given_up_does_not_keep_is_overwritten() -> None:
+    base = engine().prefill(IDS).cache
+    buffer, ids = base.buffer, (*IDS[:8], 5, 6, 7)
+    plan = plan_keep(base.layout, [Match(0, 0, 8)], Plan.prefill(ids), strategy="suffix")
+    edited = engine().execute(plan, base=base, consume=True).cache
+    assert edited.buffer is buffer and edited.in_place and edited.end == 11
+    assert base.length == 0
 
 
 def test_an_edit_of_a_cache_that_is_kept_copies() -> None:
     base = engine().prefill(IDS).cache
     held = snapshot(base)
-    edited = engine().execute(refreshed(base, (5, 6)), base=base).cache
+    plan = refreshed(base, (5, 6))
+    edited = engine().execute(plan, base=base, executor="copy").cache
     assert edited.buffer is not base.buffer
     assert same_kv(snapshot(base), held)
 
@@ -112,8 +137,9 @@ def test_moved_tokens_are_always_moved_from_where_they_were_computed() -> None:
         cache = half.execute(plan, base=cache, consume=True).cache
     once = plan_compose(cache.token_ids, [Splice("s", segment.run, 0, 12, 13)], num_seam_tokens=0)
     direct = half.execute(once, segments=[segment]).cache
-    for ours, theirs in zip(cache.buffer.keys, direct.buffer.keys, strict=True):
+    for ours, theirs in zip(snapshot(cache), snapshot(direct), strict=True):
         assert torch.equal(ours[:, 13:25], theirs[:, 13:25])
+    assert all(piece.memory is segment for piece in cache.pieces if piece.shift)
 
 
 def test_a_segment_is_not_touched_by_the_caches_it_is_spliced_into() -> None:

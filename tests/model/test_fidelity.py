@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from kvnotes.fidelity import (
     mask_reference,
 )
 from kvnotes.plan import Match, Plan, Splice, plan_compose, plan_keep
+from kvnotes.rope import Rotary
 
 IDS = tokens(24)
 
@@ -132,8 +134,24 @@ def test_the_mask_reference_notices_keys_that_are_moved_wrongly(
 ) -> None:
     segment = engine().compile(IDS[6:16])
     plan = plan_compose(IDS, [Splice("s", segment.run, 0, 10, 6)])
-    right = engine().execute(plan, segments=[segment])
+    right = engine().execute(plan, segments=[segment], executor="copy")
     monkeypatch.setattr(execute, "turn_keys", wrong_moves()[name])
+    wrong = engine().execute(plan, segments=[segment], executor="copy")
+    reference = mask_reference(engine(), plan.layout)
+    assert relative_gap(right.last_logits(), reference) < GAP
+    assert relative_gap(wrong.last_logits(), reference) > 10 * GAP
+
+
+@pytest.mark.parametrize(
+    "change", [lambda matrix: torch.eye(len(matrix)), lambda matrix: matrix.mT], ids=["not", "back"]
+)
+def test_the_mask_reference_notices_queries_that_are_turned_wrongly(
+    change: Callable[[torch.Tensor], torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    segment = engine().compile(IDS[6:16])
+    plan = plan_compose(IDS, [Splice("s", segment.run, 0, 10, 6)])
+    right, own = engine().execute(plan, segments=[segment]), Rotary.back
+    monkeypatch.setattr(Rotary, "back", lambda self, *move: change(own(self, *move)))
     wrong = engine().execute(plan, segments=[segment])
     reference = mask_reference(engine(), plan.layout)
     assert relative_gap(right.last_logits(), reference) < GAP

@@ -65,7 +65,7 @@ def test_a_plain_decoder_passes_every_case(name: str) -> None:
     card = run_gate(engine(name))
     card.require()
     assert card.worst < GAP
-    assert cases(card) == {"prefill", "splice", "delete", "longer", "recompute"}
+    assert cases(card) == {"prefill", "splice", "copy", "delete", "longer", "recompute"}
     assert card.control is not None and card.control > CONTROL_FACTOR * card.worst
 
 
@@ -240,7 +240,7 @@ def test_a_splice_beyond_a_window_is_exact_and_holds_all_tokens() -> None:
     segment = whole.compile(ids[10 : 10 + 3 * WINDOW])
     plan = plan_compose(ids, [Splice("s", segment.run, 0, 3 * WINDOW, 10)])
     found = whole.execute(plan, segments=[segment])
-    assert found.cache.buffer.keys[0].shape[1] >= len(ids)
+    assert sum(piece.num_tokens for piece in found.cache.pieces) == len(ids)
     assert relative_gap(found.last_logits(), mask_reference(whole, found.cache.layout)) < GAP
     loop = whole.execute(plan, segments=[segment], executor="loop")
     assert relative_gap(loop.last_logits(), found.last_logits()) < GAP
