@@ -15,7 +15,7 @@ RESULTS = Path(__file__).resolve().parents[1] / "bench" / "results"
 def measured() -> dict[str, Drawing]:
     """Return the pictures of results, by name."""
     return {
-        "speed": speed(_result("speed-float32-1t")),
+        "speed": speed(_result("cli/compose-float32-1t")),
         "seam": seam(_result("fidelity-float32")),
         "recovery": recovery(_result("recovery-capitals12")),
     }
@@ -30,7 +30,7 @@ def speed(result: dict[str, Any]) -> Drawing:
     """Time to the first token behind segments of some lengths, on a scale of powers of ten."""
     arms = (("full", "full prefill"), ("splice", "splice"), ("hit", "exact prefix hit"))
     colors = {"full": COLORS["C"], "splice": COLORS["R'"], "hit": COLORS["R"]}
-    rows = [row for row in result["rows"] if "full" in row]
+    rows = [row for row in result["tables"][0]["rows"] if "full" in row]
     drawing = Drawing(860, 96 + 84 * len(rows), "Time to the first token, SmolLM2-135M")
     drawing.text(40, 52, _source(result), size=11)
 
@@ -44,7 +44,7 @@ def speed(result: dict[str, Any]) -> Drawing:
         drawing.text(place(tick), low + 16, name, anchor="middle", size=11)
     for i, row in enumerate(rows):
         y = 76 + 84 * i
-        drawing.text(40, y + 32, f"{row['segment_tokens']:,} tokens", bold=True)
+        drawing.text(40, y + 32, f"{row['segment']:,} tokens", bold=True)
         for j, (arm, name) in enumerate(arms):
             value = row[arm]["median"]
             top = y + 22 * j

@@ -26,7 +26,7 @@ before them: half of it is hidden, and a causal kernel leaves that out."""
 Turns = tuple[Tensor | None, ...]
 """For each rotary embedding a matrix `[rotary_dim, rotary_dim]`, one for each query, or none."""
 
-Rows = slice | Int[Tensor, " rows"]
+Rows = slice | Int[Tensor, " _"]
 """Queries of a pass: a stretch of them, which costs no copy, or any."""
 
 ALL = slice(None)
@@ -336,7 +336,7 @@ def _cut(block: Block, turns: Turns, seen: Tensor) -> list[Read]:
     rows = block.rows
     if len(queries) < len(seen):
         chosen = _as_rows(queries)
-        rows = chosen if isinstance(rows, slice) else rows[chosen]
+        rows = _as_rows(queries + (rows.start or 0)) if isinstance(rows, slice) else rows[chosen]
         turns = tuple(m[chosen] if m is not None and m.dim() > 2 else m for m in turns)
         seen = seen[chosen]
     seen = seen[:, first:last]

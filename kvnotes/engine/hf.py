@@ -334,7 +334,10 @@ class HFEngine(Engine):
         places = positions - positions.min().clamp(max=0)
         if has_images(token_ids) and self._images is not None:
             places = self._images.row_places(token_ids, positions, visible, rows[-1])
-        if self.spec.chunk_size:  # what was moved to before the start shared the first chunk
+        chunk, first = self.spec.chunk_size, int(positions.min().clamp(max=0))
+        if chunk and first % chunk == 0:  # moved by whole chunks: so is everything else then
+            positions = positions - first
+        elif chunk:  # what was moved to before the start shared the first chunk
             positions = positions.clamp(min=0)
         seen = Visibility(positions, positions, visible, places=places)
         return self._call(list(token_ids), seen, None, rows)

@@ -134,7 +134,7 @@ class Conversation:
             )
             plan = self.plan(replace(choice, strategy=rung), prompt)
             last = rung == rungs[-1]
-            execution = self._execute(plan, consume=checker is None or last)
+            execution = self._execute(plan, reserve, consume=checker is None or last)
             tried.append(rung)
             if checker is None:
                 break
@@ -157,7 +157,7 @@ class Conversation:
             self.compile(state)
         return execution, prompt, turn
 
-    def _execute(self, plan: Plan, *, consume: bool) -> Execution:
+    def _execute(self, plan: Plan, reserve: int, *, consume: bool) -> Execution:
         live = self.live
         try:
             return self.model.engine.execute(
@@ -165,6 +165,7 @@ class Conversation:
                 base=live.cache if live else None,
                 segments=self._segments,
                 consume=consume,
+                reserve=reserve,
             )
         except BaseException:
             if consume:

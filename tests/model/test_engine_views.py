@@ -172,9 +172,6 @@ EDITS: dict[str, Callable[[KVCache], Plan]] = {
 }
 """One after the other; moves are by chunks, which models that attend in chunks want."""
 
-MOVING_BACK = ("delete and reorder",)
-"""The masked forward puts what was in a chunk before the first one into the first."""
-
 
 def check_agreement(e: HFEngine, ways: Iterable[tuple[Executor, bool]] = WAYS) -> None:
     """Run the edits in every way; each step has the K/V and the logits of the reference."""
@@ -194,9 +191,8 @@ def check_agreement(e: HFEngine, ways: Iterable[tuple[Executor, bool]] = WAYS) -
             logits, now = found.last_logits(), snapshot(cache_)
             if executor == "loop":
                 references.append((logits, now))
-                if not (e.spec.chunk_size and name in MOVING_BACK):
-                    masked = mask_reference(e, cache_.layout)
-                    assert relative_gap(logits, masked) <= GAP, where
+                masked = mask_reference(e, cache_.layout)
+                assert relative_gap(logits, masked) <= GAP, where
             assert relative_gap(logits, references[step][0]) <= GAP, where
             assert kv_gap(now, references[step][1]) <= KV_GAP, where
     assert [segment.checksum() for segment in segments] == sums

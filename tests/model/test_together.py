@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterable, Sequence
 from functools import cache
+from itertools import permutations
 from typing import Any
 
 import pytest
 import torch
 from helpers_laws import BEARTYPE_IN_STRATEGIES, laws
 from helpers_matrix import tiny_model as tiny_model_of
-from helpers_models import engine, engine_of, kv_gap, snapshot, tokens
+from helpers_models import engine, engine_of, kv_gap, relative_gap, snapshot, tokens
 from helpers_prompt import family_tokenizer
 from helpers_session import POLICY, gap_to_mask, rebuilt, tiny_model
 from hypothesis import given
@@ -27,7 +28,7 @@ from kvnotes.errors import EngineError, OutOfCacheError
 from kvnotes.fidelity import MECHANICAL_TOLERANCE
 from kvnotes.plan import Splice, plan_compose
 from kvnotes.prompt import PromptTokenizer
-from kvnotes.segment import Buffer
+from kvnotes.segment import Buffer, KVCache, KVSegment
 from kvnotes.session import Model
 
 pytestmark = BEARTYPE_IN_STRATEGIES
@@ -57,9 +58,8 @@ def conversations(e: HFEngine, count: int) -> list[Execution]:
     policy = e.compile(tokens(30, 1))
     found = []
     for i in range(count):
-        before = 16 * (i // 2)  # a multiple of a chunk
-        ids = (*tokens(before, i), *policy.run.token_ids, *tokens(4 + i, 50 + i))
-        plan = plan_compose(ids, [Splice("policy", policy.run, 0, 30, before)])
+        ids = (*tokens(16 * (i % 3), i), *policy.run.token_ids, *tokens(4 + i, 50 + i))
+        plan = plan_compose(ids, [Splice("policy", policy.run, 0, 30, 16 * (i % 3))])
         found.append(e.execute(plan, segments=[policy]))
     return found
 
@@ -116,7 +116,7 @@ def test_a_stream_closed_in_the_middle_leaves_the_others_as_they_are() -> None:
     lengths = (3, 2, 6, 1)
     for stream, ids, length in zip(streams, expected, lengths, strict=True):
         assert list(stream.token_ids) == ids[:length]
-        assert stream.cache.length == stream._start.cache.length + max(length - 1, 0)
+        assert stream.cache.length == stream._start.cache.length + max(length - 1, 0)  # type: ignore[attr-defined]
 
 
 def test_a_stop_token_ends_its_own_stream_alone() -> None:
@@ -144,6 +144,39 @@ def test_streams_of_forks_of_one_cache_never_see_each_other() -> None:
         alone = e.generate(start, one)
         assert list(alone) == list(stream.token_ids)
         assert kv_gap(snapshot(stream.cache), snapshot(alone.cache)) < 2 * TOLERANCE
+
+
+def spliced(e: HFEngine, policy: KVSegment, num_before: int, num_behind: int) -> KVCache:
+    """A prompt over a segment, with room behind it."""
+    ids = (*tokens(num_before, 2), *policy.run.token_ids, *tokens(num_behind, 3))
+    plan = plan_compose(ids, [Splice("policy", policy.run, 0, len(policy.run), num_before)])
+    return e.room_for(e.execute(plan, segments=[policy]).cache, 4)
+
+
+def check_step(e: HFEngine, caches: Sequence[KVCache]) -> None:
+    """One pass over all gives each the logits of a pass of its own."""
+    rows = [Fed(cache_, 0, 5, cache_.length) for cache_ in caches]
+    alone = [e.step([row])[0] for row in rows]
+    for ours, theirs in zip(e.step(rows), alone, strict=True):
+        assert relative_gap(ours, theirs) <= TOLERANCE
+
+
+@ignore_warnings
+@pytest.mark.parametrize("order", list(permutations(range(3))))
+def test_who_stands_past_the_window_takes_no_part_in_what_others_share(
+    order: tuple[int, ...],
+) -> None:
+    e = engine_for("mistral")
+    policy = e.compile(tokens(20, 1))
+    alone = e.room_for(e.prefill(tokens(9, 7)).cache, 4)
+    caches = [alone, spliced(e, policy, 4, 2), spliced(e, policy, 4, 30)]
+    check_step(e, [caches[i] for i in order])
+
+
+def test_conversations_over_two_segments_are_generated_in_any_order() -> None:
+    e = engine()
+    one, other = e.compile(tokens(20, 1)), e.compile(tokens(20, 4))
+    check_step(e, [spliced(e, policy, 4, 3) for policy in (one, other, one, other, one)])
 
 
 def test_a_stream_of_another_engine_is_refused() -> None:

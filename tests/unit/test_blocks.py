@@ -212,6 +212,13 @@ def test_sequences_that_moved_a_segment_differently_read_it_once_each_turned_its
     check_turns(reads, both, found, 3)
 
 
+def test_a_sequence_between_others_that_share_does_not_read_with_them() -> None:
+    policy, other = memory(), memory()
+    three = [reading([40], Piece(held, 0, 0, 10)) for held in (policy, other, policy)]
+    rows = {id(r.memory): rows_of(r, 3) for r in reads_of(*three).seen(causal)}
+    assert rows == {id(policy): [0, 2], id(other): [1]}
+
+
 def test_sequences_that_see_different_parts_of_a_shared_block_have_a_mask() -> None:
     policy = memory()
     both = [reading([query], Piece(policy, 0, 0, 20)) for query in (12, 14)]
@@ -316,22 +323,26 @@ def test_own_limits_the_last_tokens_of_a_block_that_the_prompt_begins() -> None:
 
 @st.composite
 def sequences(draw: st.DrawFn) -> list[Reading]:
-    """Sequences over the same memories, each token of which was computed for one position."""
-    stretches = []
+    """Sequences over a few memories, each token of which was computed for one position."""
+    held = []
     for _ in range(draw(st.integers(1, 3), label="memories")):
         sizes = draw(st.lists(st.integers(1, 5), min_size=1, max_size=3))
-        slots = list(itertools.accumulate(sizes, initial=0))[:-1]
+        starts = list(itertools.accumulate(sizes, initial=0))[:-1]
         order = draw(st.permutations(range(len(sizes))))
-        places = {i: sum(sizes[j] for j in order[:k]) for k, i in enumerate(order)}
-        buffer = memory(sum(sizes))
-        chosen = draw(st.sets(st.integers(0, len(sizes) - 1), min_size=1))
-        stretches.append([(buffer, slots[i], places[i], sizes[i]) for i in chosen])
+        places = dict.fromkeys(range(len(sizes)), 0)
+        for before, index in enumerate(order):
+            places[index] = sum(sizes[i] for i in order[:before])
+        held.append((memory(sum(sizes)), list(zip(starts, sizes, places.values(), strict=True))))
     found = []
     for _ in range(draw(st.integers(1, 4), label="sequences")):
         pieces = []
-        for of_one in stretches:
+        for buffer, stretches in draw(st.lists(st.sampled_from(held), min_size=1, unique_by=id)):
             shift = draw(st.sampled_from([0, 0, 3, 11]))
-            pieces += [Piece(m, slot, at + shift, size, shift) for m, slot, at, size in of_one]
+            chosen = draw(st.lists(st.sampled_from(stretches), min_size=1, unique=True))
+            for slot, size, place in chosen:
+                cut = draw(st.integers(0, size - 1))
+                at = place + cut + shift
+                pieces.append(Piece(buffer, slot + cut, at, size - cut, shift))
         last = max(piece.stop for piece in pieces)
         queries = draw(st.lists(st.integers(0, last), min_size=1, max_size=6, unique=True))
         found.append(reading(sorted(queries), *pieces))

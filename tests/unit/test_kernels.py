@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -14,11 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvnotes.engine.blocks import ALL, Rows
-from kvnotes.engine.kernels import Kernel, flash_cpu, flex, kernel_for, plain
-from kvnotes.engine.kernels import merged as checked_merged
-
-merged: Callable[..., Tensor] = inspect.unwrap(checked_merged)
-"""Without the check of shapes: an axis has one name for all parts, and each its own length."""
+from kvnotes.engine.kernels import Kernel, flash_cpu, flex, kernel_for, merged, plain
 
 KERNELS = {"flash_cpu": flash_cpu, "flex": flex, "plain": plain}
 
