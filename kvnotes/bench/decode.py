@@ -9,17 +9,14 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import torch
-from transformers import DynamicCache, StaticCache
-
 from kvnotes.bench.options import BenchOptions, Say
 from kvnotes.bench.peers import Spliced
 from kvnotes.bench.result import BenchResult, Panel, Table, machine, series
 from kvnotes.bench.text import BenchText
 from kvnotes.bench.timing import growth_exponent, interleaved
 from kvnotes.engine.base import Engine, Execution, SamplingParams
+from kvnotes.engine.own import OwnGeneration
 from kvnotes.fidelity import prefix_hit
-from kvnotes.segment import Tensors
 from kvnotes.session import Model
 
 NUM_TOKENS = 16
@@ -62,7 +59,7 @@ def _measure(engine: Any, text: BenchText, length: int, options: BenchOptions) -
     whole = engine.prefill(spliced.context_ids)
     piece = prefix_hit(engine, whole.cache, (*spliced.context_ids, *request))
     held = engine.gathered(piece.cache).buffer.part(0, piece.cache.length)
-    own = _Transformers(engine, held, views.cache.token_ids)
+    own = OwnGeneration(engine, held, views.cache.token_ids, NUM_TOKENS)
     times = interleaved(
         {
             "views": lambda: _ours(engine, views),
@@ -92,65 +89,3 @@ def _ours(engine: Engine, start: Execution) -> float:
     elapsed = time.perf_counter() - begun
     stream.close()
     return elapsed * 1e3 / NUM_TOKENS
-
-
-class _Transformers:
-    """The same generation by transformers alone."""
-
-    def __init__(self, engine: Any, held: Tensors, token_ids: tuple[int, ...]) -> None:
-        self._engine, self._held, self._ids = engine, held, token_ids
-
-    def static(self) -> float:
-        """Return the time per token over a cache of fixed length."""
-        model, size = self._engine.model, len(self._ids)
-        cache = StaticCache(config=model.config, max_cache_len=size + NUM_TOKENS)
-        self._fill(cache, size)
-        token = self._ids[-1]
-        with self._engine.own_attention(), torch.inference_mode():
-            begun = time.perf_counter()
-            for step in range(NUM_TOKENS):
-                output = model(
-                    input_ids=torch.tensor([[token]]),
-                    position_ids=torch.tensor([[size + step]]),
-                    logits_to_keep=1,
-                    use_cache=True,
-                    **{self._engine.cache_name: cache},
-                )
-                token = int(output.logits[0, -1].argmax())
-            return (time.perf_counter() - begun) * 1e3 / NUM_TOKENS
-
-    def generate(self) -> float:
-        """Return the time per token of `generate()`, as a user calls it."""
-        cache = DynamicCache(config=self._engine.model.config)
-        self._fill(cache, len(self._ids) - 1)
-        clock = _Clock()
-        with self._engine.own_attention(), torch.inference_mode():
-            self._engine.model.generate(
-                torch.tensor([self._ids]),
-                attention_mask=torch.ones(1, len(self._ids), dtype=torch.long),
-                max_new_tokens=NUM_TOKENS + 1,
-                min_new_tokens=NUM_TOKENS + 1,
-                do_sample=False,
-                streamer=clock,
-                **{self._engine.cache_name: cache},
-            )
-        return (clock.times[-1] - clock.times[-1 - NUM_TOKENS]) * 1e3 / NUM_TOKENS
-
-    def _fill(self, cache: Any, size: int) -> None:
-        pairs = zip(self._held["keys"], self._held["values"], strict=True)
-        for layer, (keys, values) in enumerate(pairs):
-            cache.update(keys[None, :, :size].clone(), values[None, :, :size].clone(), layer)
-
-
-class _Clock:
-    """A streamer that notes when tokens come."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def put(self, _: object) -> None:
-        """Take a token."""
-        self.times.append(time.perf_counter())
-
-    def end(self) -> None:
-        """Take the end."""

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from kvnotes.engine.base import Engine, Execution
+from kvnotes.engine.own import own_tokenizer
 from kvnotes.plan import Match, Plan, Splice, plan_compose, plan_keep
 from kvnotes.rope import Rotary
 from kvnotes.segment import KVCache, KVSegment
@@ -160,13 +161,12 @@ class KVBoostPeer:
         self, engine: Any, folder: Path, header: Sequence[int], text: Sequence[int]
     ) -> None:
         from kvboost import GenerationMode, KVBoost
-        from transformers import AutoTokenizer
 
         self._mode = GenerationMode.CHUNK_KV_REUSE
         self._engine, self._ids = engine, (*header, *text)
         self._boost = KVBoost(
             engine.model,
-            AutoTokenizer.from_pretrained(folder),
+            own_tokenizer(folder),
             max_cache_bytes=4 * 1024**3,
             chunk_size=len(header),
             max_chunks=4096,

@@ -20,6 +20,7 @@ import torch
 
 import kvnotes
 from kvnotes.bench.timing import Number
+from kvnotes.engine.base import engine_versions
 from kvnotes.session import Model
 
 Value = float | int | str | Mapping[str, float] | None
@@ -129,8 +130,6 @@ def machine(model: Model) -> dict[str, Any]:
 
 def machine_facts() -> dict[str, Any]:
     """Return the machine and the versions."""
-    import transformers
-
     cpu = platform.processor() or platform.machine()
     if Path("/proc/cpuinfo").exists():
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -141,8 +140,7 @@ def machine_facts() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        **dict(engine_versions()),
         "kvnotes": kvnotes.__version__,
         "date": time.strftime("%Y-%m-%d"),
     }
