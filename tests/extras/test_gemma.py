@@ -20,6 +20,9 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of what transformers import
 GAP = 1e-4
 """Of the logit scale, beyond the window of a real model."""
 
+GATE_GAP = 2e-5
+"""What the gate allows past 512 tokens: angles are rounded there (see `gate.DISTANCE_TOKENS`)."""
+
 WINDOW = 512
 TEXT = "The parcel was sent on Monday, and it arrived at the shop two days later. " * 60
 
@@ -44,7 +47,7 @@ def test_the_gate_crosses_the_window(model: kvnotes.Model) -> None:
     card = run_gate(model.engine)
     card.require()
     assert ("edits", WINDOW + NUM_BEYOND + 1) in {(row.case, row.num_tokens) for row in card.rows}
-    assert card.worst < 1e-5
+    assert card.worst < GATE_GAP
 
 
 def test_a_splice_longer_than_the_window_and_an_edit_before_it(model: kvnotes.Model) -> None:
