@@ -7,6 +7,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from kvnotes.bench.result import shown, threads_of
+
 RESULTS = Path(__file__).resolve().parent / "results"
 PLOTS = Path(__file__).resolve().parents[1] / "docs" / "pictures" / "bench"
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "benchmarks.md"
@@ -90,13 +92,12 @@ def _plot(path: Path) -> str:
 def _bench(result: dict[str, Any], title: str, plot: str) -> str:
     """Return the section of a result of `kvnotes bench`."""
     m = result["machine"]
-    threads = f"{m['threads']} thread{'' if m['threads'] == 1 else 's'}"
-    parts = [f"## {title}, {m['dtype']}, {threads}\n", _machine(result)]
+    parts = [f"## {title}, {m['dtype']}, {threads_of(m)}\n", _machine(result)]
     if plot:
         parts.append(f"![{title}, plotted](pictures/bench/{plot})\n")
     for table in result["tables"]:
         names = list(dict.fromkeys(name for row in table["rows"] for name in row))
-        rows = [[_cell(row.get(name)) for name in names] for row in table["rows"]]
+        rows = [[shown(row.get(name)) for name in names] for row in table["rows"]]
         parts.append(f"{_sentence(table['title'])}. {table['note']}\n\n{_table(names, rows)}")
     grown = {name: value for name, value in result["exponents"].items() if value is not None}
     if grown:
@@ -108,12 +109,6 @@ def _bench(result: dict[str, Any], title: str, plot: str) -> str:
 
 def _sentence(text: str) -> str:
     return text[:1].upper() + text[1:]
-
-
-def _cell(value: Any) -> str:
-    if isinstance(value, dict):
-        return _ms(value, 0 if value["median"] >= 100 else 1 if value["median"] >= 1 else 3)
-    return "" if value is None else str(value)
 
 
 def _prefill(result: dict[str, Any]) -> str:

@@ -258,6 +258,26 @@ def join_pieces(pieces: Iterable[Piece]) -> Pieces:
     return tuple(result)
 
 
+def side_by_side(pieces: Iterable[Piece]) -> list[list[Piece]]:
+    """Return the stretches of memory that pieces make, by the first token of each.
+
+    What stands side by side, keys as far from their place, is one stretch in whatever order its
+    tokens are. The order of stretches depends on tokens, never on addresses.
+    """
+    found: list[list[Piece]] = []
+    for piece in sorted(pieces, key=lambda p: (id(p.memory), p.shift, p.slot)):
+        last = found[-1][-1] if found else None
+        if (
+            last is not None
+            and last.memory is piece.memory
+            and (last.slot_stop, last.shift) == (piece.slot, piece.shift)
+        ):
+            found[-1].append(piece)
+        else:
+            found.append([piece])
+    return sorted(found, key=lambda stretch: min(piece.start for piece in stretch))
+
+
 class KVCache:
     """The K/V of one token sequence: a layout over segments, and where its tokens stand.
 
@@ -287,20 +307,13 @@ class KVCache:
         held = {id(view.run) for view in layout}
         by_run = {id(segment.run): segment for segment in sources}
         self._sources = {run: by_run[run] for run in held if run in by_run}
-        self._read(self._extents())
-
-    def _extents(self) -> dict[Buffer, int]:
-        """Return each buffer it reads, with the slot after the last one."""
-        extents = {self.buffer: 0}
+        self._stops = {buffer: 0}
         read = [(segment.buffer, segment.slot_stop) for segment in self._sources.values()]
         read += [(p.memory, p.slot_stop) for p in self.pieces if isinstance(p.memory, Buffer)]
         for memory, stop in read:
             if memory is not None:
-                extents[memory] = max(stop, extents.get(memory, 0))
-        return extents
-
-    def _read(self, extents: dict[Buffer, int]) -> None:
-        for memory, stop in extents.items():
+                self._stops[memory] = max(stop, self._stops.get(memory, 0))
+        for memory, stop in self._stops.items():
             memory.read_until(self, stop)
 
     @property
@@ -311,7 +324,7 @@ class KVCache:
     @property
     def end(self) -> int:
         """The slot of its buffer from which on it reads nothing."""
-        return self._extents()[self.buffer]
+        return self._stops[self.buffer]
 
     @property
     def sources(self) -> tuple[KVSegment, ...]:
@@ -392,10 +405,11 @@ class KVCache:
 
     def close(self) -> None:
         """Give the memory up: an engine is about to overwrite it."""
-        extents = self._extents()
         self.layout, self.pieces = (), ()
         self._sources = {}
-        self._read(dict.fromkeys(extents, 0))
+        self._stops = dict.fromkeys(self._stops, 0)
+        for memory in self._stops:
+            memory.read_until(self, 0)
         self.__dict__.pop("token_ids", None)
         self.__dict__.pop("canonical_layout", None)
 

@@ -19,20 +19,19 @@ import torch
 
 from kvnotes.bench.options import BenchOptions, Say
 from kvnotes.bench.peers import (
+    CHUNK_TOKENS,
     KVBoostPeer,
     Spliced,
     cacheblend,
-    chunks,
     epic,
     naive_splice,
 )
-from kvnotes.bench.result import BenchResult, Panel, Point, Table, machine, series
+from kvnotes.bench.result import BenchResult, Panel, Point, Table, growths, machine, series
 from kvnotes.bench.text import BenchText
-from kvnotes.bench.timing import Summary, elapsed_ms, growth_exponent, interleaved, summary
+from kvnotes.bench.timing import Summary, elapsed_ms, interleaved, summary
 from kvnotes.engine.base import Engine, Execution
 from kvnotes.engine.models import resolve_model
 from kvnotes.fidelity import FidelityReport, compare, prefix_hit
-from kvnotes.plan import Plan
 from kvnotes.segment import KVCache
 from kvnotes.session import Model
 
@@ -59,10 +58,9 @@ def run(model: Model, text: BenchText, options: BenchOptions, say: Say) -> Bench
     alone: list[dict[str, Any]] = []
     for length in options.lengths:
         say(f"{length} tokens: prefill")
-        head = engine.prefill(text.header).cache
-        spliced = Spliced(head, (engine.compile(text.segment(length)),))
-        alone.append(_alone(engine, spliced, options))
-        rows += _length(engine, text, spliced, options, say)
+        spliced = Spliced.of(engine, text, length)
+        alone.append(_alone(spliced, options))
+        rows += _length(text, spliced, options, say)
     first = options.lengths[0]
     tables = [Table("time to first token", rows, NOTE), Table("the splice alone", alone, ALONE)]
     tables.append(Table("number of segments", _parts(engine, text, options, say), PARTS_NOTE))
@@ -97,21 +95,20 @@ CURVE = (
 
 
 def _length(
-    engine: Any, text: BenchText, spliced: Spliced, options: BenchOptions, say: Say
+    text: BenchText, spliced: Spliced, options: BenchOptions, say: Say
 ) -> list[dict[str, Any]]:
     """Measure one length, for each number of new tokens."""
-    length = spliced.segments[0].num_tokens
+    engine, length = spliced.engine, spliced.segments[0].num_tokens
     exact = engine.prefill(spliced.context_ids).cache
     rows = []
     for num_new in options.new_tokens:
         say(f"{length} tokens + {num_new} new")
         request = text.request(0, num_new)
         ids, plan = (*spliced.context_ids, *request), spliced.plan(request, 1)
-        execute = partial(engine.execute, plan, base=spliced.head, segments=spliced.segments)
         arms: dict[str, Callable[[], float]] = {
             "hit": partial(_ms, prefix_hit, engine, exact, ids),
-            "splice": partial(_ms, execute),
-            "copy": partial(_ms, execute, executor="copy"),
+            "splice": partial(_ms, spliced.execute, plan),
+            "copy": partial(_ms, spliced.execute, plan, "copy"),
         }
         if length <= SHORT:
             arms["compute"] = partial(_ms, prefix_hit, engine, spliced.head, ids)
@@ -128,15 +125,13 @@ def _length(
     return rows
 
 
-def _alone(engine: Any, spliced: Spliced, options: BenchOptions) -> dict[str, Any]:
+def _alone(spliced: Spliced, options: BenchOptions) -> dict[str, Any]:
     """Measure what a splice costs without any forward pass."""
-    joined = Plan(spliced.context_ids, spliced.plan((0,), 0).steps[:-1], "compose")
-    execute = partial(engine.execute, joined, base=spliced.head, segments=spliced.segments)
     times = interleaved(
         {
-            "read in place": partial(_ms, execute),
-            "copied": partial(_ms, execute, executor="copy"),
-            "naive": partial(elapsed_ms, partial(naive_splice, engine, spliced)),
+            "read in place": partial(_ms, spliced.joined),
+            "copied": partial(_ms, spliced.joined, "copy"),
+            "naive": partial(elapsed_ms, partial(naive_splice, spliced)),
         },
         options.runs,
     )
@@ -148,16 +143,12 @@ def _parts(
     engine: Engine, text: BenchText, options: BenchOptions, say: Say
 ) -> list[dict[str, Any]]:
     """Measure the same text in several segments."""
-    length, head = options.lengths[0], engine.prefill(text.header).cache
-    body, request = text.segment(length), text.request(0, options.new_tokens[0])
+    length, request = options.lengths[0], text.request(0, options.new_tokens[0])
     arms: dict[str, Callable[[], float]] = {}
     for number in PARTS:
         say(f"{length} tokens in {number} segments")
-        size = -(-length // number)
-        parts = tuple(engine.compile(body[i : i + size]) for i in range(0, length, size))
-        spliced = Spliced(head, parts)
-        plan = spliced.plan(request, 1)
-        arms[str(number)] = partial(_ms, engine.execute, plan, base=head, segments=parts)
+        spliced = Spliced.of(engine, text, length, -(-length // number))
+        arms[str(number)] = partial(_ms, spliced.execute, spliced.plan(request, 1))
     times = interleaved(arms, options.runs)
     return [{"segments": int(name), "splice": value} for name, value in times.items()]
 
@@ -196,15 +187,14 @@ class _Judge:
 
 def _curve(engine: Engine, text: BenchText, options: BenchOptions) -> list[dict[str, Any]]:
     """Measure this engine over the number of seam tokens, as one segment and in chunks."""
-    body, head = text.segment(options.lengths[0]), engine.prefill(text.header).cache
-    whole = Spliced(head, (engine.compile(body),))
+    whole = Spliced.of(engine, text, options.lengths[0])
+    cut = Spliced.of(engine, text, options.lengths[0], CHUNK_TOKENS)
     judge = _Judge(engine, engine.prefill(whole.context_ids).cache, text, options)
-    cut = Spliced(head, chunks(engine, body))
     rows = []
     for name, spliced in (("splice", whole), ("splice, chunks", cut)):
         for seam in SEAMS:
             computed = seam * len(spliced.segments)
-            once = partial(_timed, _splice, engine, spliced, seam)
+            once = partial(_timed, _splice, spliced, seam)
             rows.append(judge.row(f"{name}, {seam}", computed, once))
     return rows
 
@@ -214,9 +204,8 @@ def _timed(method: Callable[..., Execution], *arguments: Any) -> tuple[Execution
     return found, found.elapsed_ms
 
 
-def _splice(engine: Engine, spliced: Spliced, seam: int, request: Sequence[int]) -> Execution:
-    plan = spliced.plan(request, seam)
-    return engine.execute(plan, base=spliced.head, segments=spliced.segments)
+def _splice(spliced: Spliced, seam: int, request: Sequence[int]) -> Execution:
+    return spliced.execute(spliced.plan(request, seam))
 
 
 def _distance(reports: Sequence[FidelityReport]) -> dict[str, Any]:
@@ -236,17 +225,17 @@ def _peers(
         Their rows, and what was not measured and why.
     """
     engine: Any = model.engine
-    body, head = text.segment(options.lengths[0]), engine.prefill(text.header).cache
-    spliced = Spliced(head, chunks(engine, body))
+    length = options.lengths[0]
+    spliced = Spliced.of(engine, text, length, CHUNK_TOKENS)
     judge = _Judge(engine, engine.prefill(spliced.context_ids).cache, text, options)
     rows = []
     for number in SEAMS:
-        once = partial(_timed, epic, engine, spliced, number)
+        once = partial(_timed, epic, spliced, number)
         rows.append(judge.row(f"EPIC, {number}", number * len(spliced.segments), once))
     for share in SHARES:
         say(f"CacheBlend, {share:.0%}")
-        blended = partial(cacheblend, engine, spliced, share)
-        rows.append(judge.row(f"CacheBlend, {share:.0%}", round(share * len(body)), blended))
+        blended = partial(cacheblend, spliced, share)
+        rows.append(judge.row(f"CacheBlend, {share:.0%}", round(share * length), blended))
     missing = []
     for name, package in (("kvboost", _kvboost), ("llama.cpp", _llama)):
         say(name)
@@ -335,22 +324,14 @@ def _exponents(tables: Sequence[Table], options: BenchOptions) -> dict[str, floa
     rows, alone, parts, _ = (table.rows for table in tables)
     new = options.new_tokens[0]
 
-    def grown(found: Sequence[dict[str, Any]], x: str, name: str) -> float | None:
-        return growth_exponent([(row[x], row[name]["median"]) for row in found if name in row])
-
     by_length = [row for row in rows if row["new"] == new]
     by_new = [row for row in rows if row["segment"] == options.lengths[0]]
+    splice = ("splice",)
     return {
-        **{
-            f"{n}, by segment tokens": grown(by_length, "segment", n)
-            for n in ("hit", "splice", "copy", "full")
-        },
-        "splice, by new tokens": grown(by_new, "new", "splice"),
-        **{
-            f"splice alone ({n}), by segment tokens": grown(alone, "segment", n)
-            for n in ("read in place", "copied", "naive")
-        },
-        "splice, by number of segments": grown(parts, "segments", "splice"),
+        **growths(by_length, "segment", ("hit", "splice", "copy", "full"), "segment tokens"),
+        **growths(by_new, "new", splice, "new tokens"),
+        **growths(alone, "segment", ("read in place", "copied", "naive"), "segment tokens, alone"),
+        **growths(parts, "segments", splice, "number of segments"),
     }
 
 

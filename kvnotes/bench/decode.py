@@ -11,9 +11,9 @@ from typing import Any
 
 from kvnotes.bench.options import BenchOptions, Say
 from kvnotes.bench.peers import Spliced
-from kvnotes.bench.result import BenchResult, Panel, Table, machine, series
+from kvnotes.bench.result import BenchResult, Panel, Table, growths, machine, series
 from kvnotes.bench.text import BenchText
-from kvnotes.bench.timing import growth_exponent, interleaved
+from kvnotes.bench.timing import interleaved
 from kvnotes.engine.base import Engine, Execution, SamplingParams
 from kvnotes.engine.own import OwnGeneration
 from kvnotes.fidelity import prefix_hit
@@ -39,23 +39,16 @@ def run(model: Model, text: BenchText, options: BenchOptions, say: Say) -> Bench
         say(f"{length} tokens: prefill")
         rows.append(_measure(engine, text, length, options))
     panel = Panel("decode", "tokens of the segment", "ms per token", series(rows, "segment", ARMS))
-    exponents = {
-        f"{name}, by segment tokens": growth_exponent(
-            [(row["segment"], row[name]["median"]) for row in rows]
-        )
-        for name in ARMS
-    }
+    exponents = growths(rows, "segment", ARMS, "segment tokens")
     return BenchResult(
         "decode", machine(model), [Table("time per token", rows, NOTE)], [panel], exponents
     )
 
 
 def _measure(engine: Any, text: BenchText, length: int, options: BenchOptions) -> dict[str, Any]:
-    head = engine.prefill(text.header).cache
-    spliced = Spliced(head, (engine.compile(text.segment(length)),))
+    spliced = Spliced.of(engine, text, length)
     request = text.request(0, options.new_tokens[0])
-    plan = spliced.plan(request, 1)
-    views = engine.execute(plan, base=head, segments=spliced.segments)
+    views = spliced.execute(spliced.plan(request, 1))
     whole = engine.prefill(spliced.context_ids)
     piece = prefix_hit(engine, whole.cache, (*spliced.context_ids, *request))
     held = engine.gathered(piece.cache).buffer.part(0, piece.cache.length)

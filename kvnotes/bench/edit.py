@@ -7,9 +7,9 @@ from functools import partial
 from typing import Any
 
 from kvnotes.bench.options import BenchOptions, Say
-from kvnotes.bench.result import BenchResult, Panel, Table, machine, series
+from kvnotes.bench.result import BenchResult, Panel, Table, growths, machine, series
 from kvnotes.bench.text import QUESTIONS, BenchText
-from kvnotes.bench.timing import growth_exponent, interleaved
+from kvnotes.bench.timing import interleaved
 from kvnotes.fidelity import prefix_hit
 from kvnotes.plan import Plan
 from kvnotes.session import Model, Session
@@ -37,28 +37,15 @@ def run(model: Model, text: BenchText, options: BenchOptions, say: Say) -> Bench
     say(f"{options.lengths[0]} tokens: many edits")
     many = _many(model, text, options)
     arms = ("hit", *STRATEGIES, "reprefill")
-    timed = {
-        name: points
-        for arm in arms
-        for name, points in series(
-            [{"segment": r["segment"], arm: r["time"]} for r in rows if r["strategy"] == arm],
-            "segment",
-            (arm,),
-        ).items()
-    }
+    wide = [{"segment": row["segment"], row["strategy"]: row["time"]} for row in rows]
+    timed = series(wide, "segment", arms)
     panels = [
         Panel("after one edit", "tokens of the text", "ms", timed, log_x=True, log_y=True),
         Panel("the same field edited again", "edits", "ms", series(many, "edits", ("time",))),
     ]
-    exponents: dict[str, float | None] = {
-        f"{arm}, by text tokens": growth_exponent(
-            [(r["segment"], r["time"]["median"]) for r in rows if r["strategy"] == arm]
-        )
-        for arm in arms
-    }
-    exponents["refresh+erratum, by number of edits"] = growth_exponent(
-        [(row["edits"], row["time"]["median"]) for row in many]
-    )
+    exponents = growths(wide, "segment", arms, "text tokens")
+    again = [{"edits": row["edits"], "refresh+erratum": row["time"]} for row in many]
+    exponents |= growths(again, "edits", ("refresh+erratum",), "number of edits")
     tables = [Table("after one edit", rows, NOTE), Table("many edits", many)]
     return BenchResult("edit", machine(model), tables, panels, exponents)
 

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvnotes.engine.base import Engine, Execution
+from kvnotes.bench.text import BenchText
+from kvnotes.engine.base import Engine, Execution, Executor
 from kvnotes.engine.own import own_tokenizer
 from kvnotes.plan import Match, Plan, Splice, plan_compose, plan_keep
 from kvnotes.rope import Rotary
@@ -35,12 +36,30 @@ class Spliced:
     """A cached header, and segments that follow it.
 
     Args:
+        engine: The engine that has compiled them.
         head: The header's cache.
         segments: Compiled each alone.
     """
 
+    engine: Engine
     head: KVCache
     segments: tuple[KVSegment, ...]
+
+    @classmethod
+    def of(
+        cls, engine: Engine, text: BenchText, length: int, part_tokens: int | None = None
+    ) -> Spliced:
+        """Compile the beginning of a text behind its header.
+
+        Args:
+            engine: The engine.
+            text: Header and text.
+            length: How many tokens of the text.
+            part_tokens: Tokens of each segment; None makes one of all.
+        """
+        body, size = text.segment(length), part_tokens or length
+        parts = [engine.compile(body[i : i + size]) for i in range(0, length, size)]
+        return cls(engine, engine.prefill(text.header).cache, tuple(parts))
 
     @property
     def context_ids(self) -> tuple[int, ...]:
@@ -51,25 +70,30 @@ class Spliced:
         """Return the plan of a request: everything spliced, the first tokens of each computed."""
         splices, at = [], self.head.length
         for number, segment in enumerate(self.segments):
-            splices.append(Splice(f"chunk {number}", segment.run, 0, segment.num_tokens, at))
+            splices.append(Splice(f"part {number}", segment.run, 0, segment.num_tokens, at))
             at += segment.num_tokens
         ids = (*self.context_ids, *request)
         ideal = plan_compose(ids, splices, num_seam_tokens=num_seam_tokens)
         matches = [Match(0, 0, self.head.length)]
         return plan_keep(self.head.layout, matches, ideal, strategy="compose")
 
+    def execute(self, plan: Plan, executor: Executor = "fast") -> Execution:
+        """Run a plan of it."""
+        run = self.engine.execute
+        return run(plan, base=self.head, segments=self.segments, executor=executor)
 
-def chunks(engine: Engine, token_ids: Sequence[int]) -> tuple[KVSegment, ...]:
-    """Compile a text in chunks, each alone."""
-    starts = range(0, len(token_ids), CHUNK_TOKENS)
-    return tuple(engine.compile(token_ids[start : start + CHUNK_TOKENS]) for start in starts)
+    def joined(self, executor: Executor = "fast") -> Execution:
+        """Splice everything, and compute nothing."""
+        plan = Plan(self.context_ids, self.plan((0,), 0).steps[:-1], "compose")
+        return self.execute(plan, executor)
 
 
-def naive_splice(engine: Engine, spliced: Spliced) -> list[tuple[Tensor, Tensor]]:
+def naive_splice(spliced: Spliced) -> list[tuple[Tensor, Tensor]]:
     """Turn keys back to position 0 and on to their place, and join them to the cache.
 
     The straightforward method with torch alone, layer by layer.
     """
+    engine = spliced.engine
     held = engine.gathered(spliced.head).buffer.part(0, spliced.head.length)
     result = []
     for layer, spec in enumerate(engine.spec.layers):
@@ -103,15 +127,12 @@ def _turned(keys: Tensor, rotary: Rotary, places: Tensor, *, backwards: bool = F
     return torch.cat([keys[..., :first], turned.to(keys.dtype), rest], -1)
 
 
-def epic(engine: Engine, spliced: Spliced, num_tokens: int, request: Sequence[int]) -> Execution:
+def epic(spliced: Spliced, num_tokens: int, request: Sequence[int]) -> Execution:
     """Copy all segments to their places, and compute the first tokens of each again."""
-    plan = spliced.plan(request, num_tokens)
-    return engine.execute(plan, base=spliced.head, segments=spliced.segments, executor="copy")
+    return spliced.execute(spliced.plan(request, num_tokens), "copy")
 
 
-def cacheblend(
-    engine: Engine, spliced: Spliced, share: float, request: Sequence[int]
-) -> tuple[Execution, float]:
+def cacheblend(spliced: Spliced, share: float, request: Sequence[int]) -> tuple[Execution, float]:
     """Copy all segments, and compute the tokens again whose keys deviate most.
 
     The first tenth of the layers is run over all of them to see which; the last token of what is
@@ -121,11 +142,8 @@ def cacheblend(
         The result, and the whole time in milliseconds.
     """
     start = time.perf_counter()
-    context, first = spliced.context_ids, spliced.head.length
-    joined = Plan(context, spliced.plan(request, 0).steps[:-1], "cacheblend")
-    cache = engine.execute(
-        joined, base=spliced.head, segments=spliced.segments, executor="copy"
-    ).cache
+    engine, context, first = spliced.engine, spliced.context_ids, spliced.head.length
+    cache = spliced.joined("copy").cache
     size = len(context) - first
     scores = engine.note_scores(cache, context, [Match(0, 0, first), Match(first, first, size)])
     count = max(1, round(share * size))
@@ -174,14 +192,14 @@ class KVBoostPeer:
             recompute_strategy="selective",
         )
         self._boost._encode = list  # its texts are tokens here
-        with engine.own_attention():
+        with engine.runner.own_attention():
             self._boost.warm(list(header))
             self._boost.warm(list(text), position_offset=len(header))
 
     def run(self, request: Sequence[int]) -> tuple[float, Tensor]:
         """Return the time to the first token, in milliseconds, and its logits."""
         first: list[float] = []
-        with self._engine.own_attention():
+        with self._engine.runner.own_attention():
             start = time.perf_counter()
             result = self._boost.generate(
                 [*self._ids, *request],

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import matplotlib
 
-from kvnotes.bench.result import BenchResult, Panel
+from kvnotes.bench.result import BenchResult, Panel, threads_of
 from kvnotes.bench.timing import Number
 
 matplotlib.use("Agg")
@@ -52,9 +52,8 @@ def draw(result: BenchResult, stem: Path) -> list[Path]:
         for panel, ax in zip(panels, axes[0], strict=True):
             _draw(panel, ax)
         m = result.machine
-        threads = f"{m['threads']} thread{'' if m['threads'] == 1 else 's'}"
         cpu = m["cpu"].replace("(R)", "").replace("(TM)", "")
-        figure.suptitle(f"{m['model']}, {m['dtype']}, {threads}, {cpu}", fontsize=9)
+        figure.suptitle(f"{m['model']}, {m['dtype']}, {threads_of(m)}, {cpu}", fontsize=9)
         figure.tight_layout()
         files = [stem.with_suffix(".png"), stem.with_suffix(".svg")]
         for file in files:

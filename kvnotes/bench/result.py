@@ -19,12 +19,9 @@ from typing import Any
 import torch
 
 import kvnotes
-from kvnotes.bench.timing import Number
+from kvnotes.bench.timing import Number, growth_exponent
 from kvnotes.engine.base import engine_versions
 from kvnotes.session import Model
-
-Value = float | int | str | Mapping[str, float] | None
-"""A fact, or a summary of times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +141,39 @@ def machine_facts() -> dict[str, Any]:
         "kvnotes": kvnotes.__version__,
         "date": time.strftime("%Y-%m-%d"),
     }
+
+
+def growths(
+    rows: Sequence[Mapping[str, Any]], x: str, names: Sequence[str], what: str
+) -> dict[str, float | None]:
+    """Return the growth exponents of timed columns over another one, by name.
+
+    Args:
+        rows: A table's rows.
+        x: The column that grows.
+        names: The timed columns.
+        what: What the first one is called.
+    """
+    return {
+        f"{name}, by {what}": growth_exponent(
+            [(row[x], row[name]["median"]) for row in rows if name in row]
+        )
+        for name in names
+    }
+
+
+def shown(value: object) -> str:
+    """Return a value of a row as people read it: times with what they ranged over."""
+    if isinstance(value, Mapping):
+        digits = 0 if value["median"] >= 100 else 1 if value["median"] >= 1 else 3
+        median, low, high = (f"{value[key]:.{digits}f}" for key in ("median", "min", "max"))
+        return f"{median} [{low}-{high}]"
+    return "" if value is None else str(value)
+
+
+def threads_of(machine: Mapping[str, Any]) -> str:
+    """Return how many threads a result was measured with, in words."""
+    return f"{machine['threads']} thread{'' if machine['threads'] == 1 else 's'}"
 
 
 def series(

@@ -7,14 +7,16 @@ from typing import Any
 
 from kvnotes.bench.options import BenchOptions, Say
 from kvnotes.bench.peers import Spliced
-from kvnotes.bench.result import BenchResult, Panel, Point, Table, machine, series
+from kvnotes.bench.result import BenchResult, Panel, Point, Table, growths, machine, series
 from kvnotes.bench.text import BenchText
-from kvnotes.bench.timing import Summary, growth_exponent, interleaved
+from kvnotes.bench.timing import Summary, interleaved
 from kvnotes.engine.base import Engine, Execution, SamplingParams
 from kvnotes.session import Model
 
 NUM_TOKENS = 8
 """Common steps of one run; the first is not timed."""
+
+ARMS = ("together", "one by one")
 
 NOTE = (
     "ms for one token of every conversation, together and one after the other. MB: all K/V that "
@@ -30,18 +32,13 @@ def run(model: Model, text: BenchText, options: BenchOptions, say: Say) -> Bench
         rows += _measure(model.engine, text, length, options)
     last = [row for row in rows if row["segment"] == options.lengths[-1]]
     title = f"over one segment of {options.lengths[-1]} tokens"
-    timed = series(last, "conversations", ("together", "one by one"))
+    timed = series(last, "conversations", ARMS)
     held = {"K/V": [Point(r["conversations"], r["MB"], r["MB"], r["MB"]) for r in last]}
     panels = [
         Panel(title, "conversations", "ms for a token of each", timed),
         Panel(title, "conversations", "MB of K/V", held),
     ]
-    exponents = {
-        f"{name}, by conversations": growth_exponent(
-            [(row["conversations"], row[name]["median"]) for row in last]
-        )
-        for name in ("together", "one by one")
-    }
+    exponents = growths(last, "conversations", ARMS, "conversations")
     return BenchResult(
         "share", machine(model), [Table("conversations", rows, NOTE)], panels, exponents
     )
@@ -50,15 +47,14 @@ def run(model: Model, text: BenchText, options: BenchOptions, say: Say) -> Bench
 def _measure(
     engine: Engine, text: BenchText, length: int, options: BenchOptions
 ) -> list[dict[str, Any]]:
-    head = engine.prefill(text.header).cache
-    spliced = Spliced(head, (engine.compile(text.segment(length)),))
+    spliced = Spliced.of(engine, text, length)
     num_new = options.new_tokens[0]
     starts: list[Execution] = []
     rows: list[dict[str, Any]] = []
     for number in options.sessions:
         while len(starts) < number:
             plan = spliced.plan(text.request(len(starts), num_new), 1)
-            starts.append(engine.execute(plan, base=head, segments=spliced.segments))
+            starts.append(spliced.execute(plan))
         chosen = starts[:number]
 
         def together(chosen: list[Execution] = chosen) -> float:

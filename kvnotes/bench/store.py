@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from kvnotes.bench.options import BenchOptions, Say
-from kvnotes.bench.result import BenchResult, Panel, Table, machine, series
+from kvnotes.bench.result import BenchResult, Panel, Table, growths, machine, series
 from kvnotes.bench.text import BenchText
-from kvnotes.bench.timing import elapsed_ms, growth_exponent, interleaved
+from kvnotes.bench.timing import elapsed_ms, interleaved
 from kvnotes.segment import KVSegment
 from kvnotes.session import Model
 from kvnotes.store import open_segment, save_segment
@@ -41,12 +41,7 @@ def run(model: Model, text: BenchText, options: BenchOptions, say: Say) -> Bench
         log_x=True,
         log_y=True,
     )
-    exponents = {
-        f"{name}, by segment tokens": growth_exponent(
-            [(row["segment"], row[name]["median"]) for row in rows if name in row]
-        )
-        for name in ARMS
-    }
+    exponents = growths(rows, "segment", ARMS, "segment tokens")
     tables = [Table("a segment as a file", rows, NOTE)]
     return BenchResult("store", machine(model), tables, [panel], exponents)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvnotes.errors import EngineError
 from kvnotes.rope import Rotary
-from kvnotes.segment import Holder, Piece, Pieces
+from kvnotes.segment import Holder, Piece, Pieces, side_by_side
 
 SPLIT_QUERIES = 64
 """From this many new tokens on, what they see of each other is read apart from what stood
@@ -275,20 +275,10 @@ def _unknown(what: str) -> EngineError:
 
 
 def blocks_of(pieces: Iterable[Piece]) -> list[Block]:
-    """Return the blocks that pieces of one sequence make, by the first token of each."""
-    blocks: list[list[Piece]] = []
-    for piece in sorted(pieces, key=lambda p: (id(p.memory), p.shift, p.slot)):
-        last = blocks[-1][-1] if blocks else None
-        if (
-            last is not None
-            and last.memory is piece.memory
-            and (last.slot_stop, last.shift) == (piece.slot, piece.shift)
-        ):
-            blocks[-1].append(piece)
-        else:
-            blocks.append([piece])
-    # the order in which results are merged decides their last bits: no address may
-    blocks.sort(key=lambda found: min(piece.start for piece in found))
+    """Return the blocks that pieces of one sequence make.
+
+    Their order decides in which order results are merged, and so their last bits.
+    """
     return [
         Block(
             found[0].memory,
@@ -297,7 +287,7 @@ def blocks_of(pieces: Iterable[Piece]) -> list[Block]:
             ((found[0].start, found[0].shift),),
             ALL,
         )
-        for found in blocks
+        for found in side_by_side(pieces)
     ]
 
 

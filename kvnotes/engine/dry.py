@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvnotes.engine.base import Engine, Execution, Executor, Fed, SamplingParams, Stopwatch
-from kvnotes.engine.execute import arrange_in_place, settle
+from kvnotes.engine.execute import Start, arrange_in_place, settle
 from kvnotes.engine.generate import TokenStream
 from kvnotes.errors import EngineError
 from kvnotes.plan import Match, Plan, Run
@@ -151,7 +151,7 @@ class DryEngine(Engine):
         return logits
 
     def _run(self, plan: Plan, sources: Sequence[KVSegment], reserve: int) -> KVCache:
-        made = arrange_in_place(plan, None, sources, self._buffer, consume=False, reserve=reserve)
+        made = arrange_in_place(plan, Start(self._buffer, sources=sources, reserve=reserve))
         return settle(plan, sources, made, self.identity)
 
     def _buffer(self, num_tokens: int) -> Buffer:

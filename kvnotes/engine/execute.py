@@ -8,7 +8,7 @@ computed and what is too short to be read on its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -27,6 +27,7 @@ from kvnotes.segment import (
     clip_pieces,
     join_pieces,
     narrowed,
+    side_by_side,
 )
 from kvnotes.spec import ModelIdentity
 
@@ -69,17 +70,33 @@ class Arrangement:
         return join_pieces(piece for pieces in self.pieces for piece in pieces)
 
 
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What a plan can start from, and write to.
+
+    Args:
+        take: Gives a new buffer.
+        base: The cache it starts from.
+        sources: Where its views come from.
+        consume: `base` is not used again.
+        reserve: Room that is wanted behind the result, in tokens.
+    """
+
+    take: TakeBuffer
+    base: KVCache | None = None
+    sources: Sequence[KVSegment] = ()
+    consume: bool = False
+    reserve: int = 0
+
+    def may_write(self, buffer: Buffer, first: int) -> bool:
+        """Whether slots of a buffer from `first` on are read by nobody who goes on."""
+        return buffer.writable(first, except_for=self.base if self.consume else None)
+
+
 def arrange_in_place(
-    plan: Plan,
-    base: KVCache | None,
-    sources: Sequence[KVSegment],
-    take: TakeBuffer,
-    *,
-    consume: bool,
-    reserve: int = 0,
-    stays: Callable[[Reuse], bool] = lambda view: True,
+    plan: Plan, start: Start, *, stays: Callable[[Reuse], bool] = lambda view: True
 ) -> Arrangement:
-    """Put every token at the slot of its position in one buffer: that of `base`, if it may be.
+    """Put every token at the slot of its position in one buffer: that of the base, if it may be.
 
     It may if every slot to be written is read by no other live cache, and nothing that must
     be copied comes from that memory itself. Otherwise everything goes to a new buffer, from
@@ -87,24 +104,20 @@ def arrange_in_place(
 
     Args:
         plan: The plan.
-        base: The cache it starts from.
-        sources: Where its views come from.
-        take: Gives a new buffer.
-        consume: `base` is not used again.
-        reserve: Room that is wanted behind it, in tokens.
-        stays: Whether a view that `base` holds has the same positions there.
+        start: What it starts from.
+        stays: Whether a view that the base holds has the same positions there.
     """
-    views = tuple(step for step in plan.steps if isinstance(step, Reuse))
-    size = len(plan.token_ids) + reserve
-    missing = _not_in_place(views, base, stays)
-    if base is not None and missing is not None and base.buffer.capacity >= size:
+    views = [step for step in plan.steps if isinstance(step, Reuse)]
+    size, base = len(plan.token_ids) + start.reserve, start.base
+    if base is not None and base.in_place and base.buffer.capacity >= size:
+        missing = [v for v in views if not holds(base.layout, v) or not stays(v)]
         first = _first_written(plan, missing)
-        mixed = any(find_source(view.run, sources).buffer is base.buffer for view in missing)
-        if not mixed and base.buffer.writable(first, except_for=base if consume else None):
+        mixed = any(find_source(v.run, start.sources).buffer is base.buffer for v in missing)
+        if not mixed and start.may_write(base.buffer, first):
             if first < base.length:
                 base.close()
             return _in_place(plan, base.buffer, missing)
-    return _in_place(plan, take(size), views)
+    return _in_place(plan, start.take(size), views)
 
 
 def _in_place(plan: Plan, buffer: Buffer, missing: Sequence[Reuse]) -> Arrangement:
@@ -115,15 +128,6 @@ def _in_place(plan: Plan, buffer: Buffer, missing: Sequence[Reuse]) -> Arrangeme
     return Arrangement(buffer, pieces, tuple((view, view.target_start) for view in missing))
 
 
-def _not_in_place(
-    views: Sequence[Reuse], base: KVCache | None, stays: Callable[[Reuse], bool]
-) -> tuple[Reuse, ...] | None:
-    """Return the views that are still to be copied to their slots; None: there are no slots."""
-    if base is None or not base.in_place:
-        return None
-    return tuple(v for v in views if not holds(base.layout, v) or not stays(v))
-
-
 def _first_written(plan: Plan, missing: Sequence[Reuse]) -> int:
     written = [view.target_start for view in missing]
     written += [step.target_start for step in plan.steps if isinstance(step, Compute)]
@@ -131,49 +135,39 @@ def _first_written(plan: Plan, missing: Sequence[Reuse]) -> int:
 
 
 def arrange_over_views(
-    plan: Plan,
-    base: KVCache | None,
-    sources: Sequence[KVSegment],
-    take: TakeBuffer,
-    *,
-    consume: bool,
-    reserve: int = 0,
-    turns: Turns = slots_say,
-    always: bool = False,
+    plan: Plan, start: Start, *, turns: Turns = slots_say, always: bool = False
 ) -> Arrangement | None:
     """Read what a plan reuses where it stands; None if that makes too many pieces.
 
-    What is computed goes behind everything that is read in the buffer of `base`, if nobody
+    What is computed goes behind everything that is read in the buffer of the base, if nobody
     else reads that, or to a new one. Pieces that are too short to be read go there as well.
 
     Args:
         plan: The plan.
-        base: The cache it starts from.
-        sources: Where its views come from.
-        take: Gives a new buffer.
-        consume: `base` is not used again.
-        reserve: Room that is wanted behind it, in tokens.
+        start: What it starts from.
         turns: See `place`; what turns about several axes is copied.
         always: However short and however many the pieces are.
     """
-    least = 1 if always else MIN_PIECE_TOKENS
-    standing = [_standing(step, base, sources, turns) for step in plan.steps]
+    least, base = 1 if always else MIN_PIECE_TOKENS, start.base
+    standing = [_standing(step, base, start.sources, turns) for step in plan.steps]
     buffer, first = None, 0
     if base is not None:
-        first = _last_read(plan, base.buffer, standing, sources) if consume else base.end
+        first = (
+            _last_read(plan, base.buffer, standing, start.sources) if start.consume else base.end
+        )
         found = _without_short(standing, base.buffer, least)
-        room = base.buffer.capacity - first >= _num_missing(plan, found) + reserve
-        if room and base.buffer.writable(first, except_for=base if consume else None):
+        room = base.buffer.capacity - first >= _num_missing(plan, found) + start.reserve
+        if room and start.may_write(base.buffer, first):
             buffer = base.buffer
     if buffer is None:
         found = _without_short(standing, None, least)
         found = _without_tail(found, _num_missing(plan, found))
         first = 0
     kept = [piece for held in found for piece in held or ()]
-    if num_blocks(kept) >= MAX_PIECES and not always:
+    if len(side_by_side(kept)) >= MAX_PIECES and not always:
         return None
     if buffer is None:
-        buffer = take(_num_missing(plan, found) + reserve)
+        buffer = start.take(_num_missing(plan, found) + start.reserve)
     elif base is not None and first < base.end:
         base.close()
     slot, pieces, copies = first, [], []
@@ -251,13 +245,6 @@ def _without_tail(standing: Sequence[Pieces | None], num_new: int) -> list[Piece
 
 def _num_missing(plan: Plan, standing: Sequence[Pieces | None]) -> int:
     return sum(s.num_tokens for s, held in zip(plan.steps, standing, strict=True) if held is None)
-
-
-def num_blocks(pieces: Iterable[Piece]) -> int:
-    """Return how many stretches of memory pieces are, whatever the order of their tokens."""
-    found = list(pieces)
-    ends = {(id(p.memory), p.shift, p.slot_stop) for p in found}
-    return sum((id(p.memory), p.shift, p.slot) not in ends for p in found)
 
 
 def find_source(run: Run, sources: Sequence[KVSegment]) -> KVSegment:

@@ -142,7 +142,6 @@ def merged(
         if are_all(rows):
             whole, sums = mixed, total
         else:
-            whole, sums = whole.contiguous(), sums.contiguous()
             whole[:, :, rows], sums[:, :, rows] = mixed, total
     if sinks is None:
         return whole

@@ -65,6 +65,18 @@ class Visibility:
             )
 
 
+def see_before(new: Tensor, stop: int, axes: Tensor | None) -> Visibility:
+    """Return what new tokens of a prompt see: all slots before their own.
+
+    Args:
+        new: Their slots.
+        stop: One past the last slot.
+        axes: Positions of the whole prompt, where images stand in it.
+    """
+    places = None if axes is None else axes[:, new]
+    return Visibility(new, torch.arange(stop), places=places)
+
+
 _pass: ContextVar[Visibility | None] = ContextVar("visibility", default=None)
 
 

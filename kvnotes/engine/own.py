@@ -40,7 +40,7 @@ class OwnGeneration:
         cache = StaticCache(config=model.config, max_cache_len=size + self._num_tokens)
         self._fill(cache, size)
         token = self._ids[-1]
-        with self._engine.own_attention(), torch.inference_mode():
+        with self._engine.runner.own_attention(), torch.inference_mode():
             begun = time.perf_counter()
             for step in range(self._num_tokens):
                 output = model(
@@ -48,7 +48,7 @@ class OwnGeneration:
                     position_ids=torch.tensor([[size + step]]),
                     logits_to_keep=1,
                     use_cache=True,
-                    **{self._engine.cache_name: cache},
+                    **{self._engine.runner.cache_name: cache},
                 )
                 token = int(output.logits[0, -1].argmax())
             return (time.perf_counter() - begun) * 1e3 / self._num_tokens
@@ -58,7 +58,7 @@ class OwnGeneration:
         cache = DynamicCache(config=self._engine.model.config)
         self._fill(cache, len(self._ids) - 1)
         clock = _Clock()
-        with self._engine.own_attention(), torch.inference_mode():
+        with self._engine.runner.own_attention(), torch.inference_mode():
             self._engine.model.generate(
                 torch.tensor([self._ids]),
                 attention_mask=torch.ones(1, len(self._ids), dtype=torch.long),
@@ -66,7 +66,7 @@ class OwnGeneration:
                 min_new_tokens=self._num_tokens + 1,
                 do_sample=False,
                 streamer=clock,
-                **{self._engine.cache_name: cache},
+                **{self._engine.runner.cache_name: cache},
             )
         return (clock.times[-1] - clock.times[-1 - self._num_tokens]) * 1e3 / self._num_tokens
 

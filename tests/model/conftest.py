@@ -1,17 +1,5 @@
-"""Tiny models have short prompts: here everything is read where it stands, however short."""
+"""Everything is read where it stands here, however short it is."""
 
-from __future__ import annotations
+from helpers_views import short_pieces
 
-from collections.abc import Iterator
-
-import pytest
-
-from kvnotes.engine import execute
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _short_pieces() -> Iterator[None]:
-    usual = execute.MIN_PIECE_TOKENS
-    execute.MIN_PIECE_TOKENS = 1
-    yield
-    execute.MIN_PIECE_TOKENS = usual
+__all__ = ["short_pieces"]

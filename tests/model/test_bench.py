@@ -15,7 +15,7 @@ from helpers_session import tiny_model
 
 from kvnotes.bench import compose, decode, edit, share, store
 from kvnotes.bench.options import BenchOptions
-from kvnotes.bench.peers import Spliced, cacheblend, chunks, epic, naive_splice
+from kvnotes.bench.peers import CHUNK_TOKENS, Spliced, cacheblend, epic, naive_splice
 from kvnotes.bench.result import BenchResult
 from kvnotes.bench.text import BenchText, bench_text
 from kvnotes.bench.timing import Probe, growth_exponent, interleaved
@@ -40,9 +40,7 @@ def _quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def spliced_of(text: BenchText, num_tokens: int = 96) -> Spliced:
-    engine = tiny_model().engine
-    head = engine.prefill(text.header).cache
-    return Spliced(head, (engine.compile(text.segment(num_tokens)),))
+    return Spliced.of(tiny_model().engine, text, num_tokens)
 
 
 def quiet(_: str) -> None:
@@ -99,31 +97,24 @@ def test_a_block_that_was_disturbed_is_repeated(monkeypatch: pytest.MonkeyPatch)
 
 def test_the_naive_splice_gives_the_k_v_that_a_copy_gives(text: BenchText) -> None:
     engine = tiny_model().engine
-    spliced = Spliced(spliced_of(text).head, chunks(engine, text.segment(1100)))
+    spliced = Spliced.of(engine, text, 1100, CHUNK_TOKENS)
     assert [s.num_tokens for s in spliced.segments] == [512, 512, 76]
-    plan = replace_steps(spliced)
-    cache = engine.execute(plan, base=spliced.head, segments=spliced.segments, executor="copy")
-    held = cache.cache.buffer.part(0, len(spliced.context_ids))
-    for layer, (keys, values) in enumerate(naive_splice(engine, spliced)):
+    held = spliced.joined("copy").cache.buffer.part(0, len(spliced.context_ids))
+    for layer, (keys, values) in enumerate(naive_splice(spliced)):
         assert kv_gap([keys], [held["keys"][layer]]) < GAP
         assert torch.equal(values, held["values"][layer])
-
-
-def replace_steps(spliced: Spliced) -> Any:
-    whole = spliced.plan((0,), 0)
-    return replace(whole, token_ids=whole.token_ids[:-1], steps=whole.steps[:-1])
 
 
 def test_epic_computes_the_first_tokens_of_each_chunk_and_equals_our_splice(
     text: BenchText,
 ) -> None:
     engine = tiny_model().engine
-    spliced = Spliced(spliced_of(text).head, chunks(engine, text.segment(1100)))
+    spliced = Spliced.of(engine, text, 1100, CHUNK_TOKENS)
     request = text.request(0, 8)
     plan = spliced.plan(request, 4)
     assert plan.tokens.computed == 3 * 4 + 8
-    copied = epic(engine, spliced, 4, request)
-    read = engine.execute(plan, base=spliced.head, segments=spliced.segments)
+    copied = epic(spliced, 4, request)
+    read = spliced.execute(plan)
     scale = copied.last_logits().abs().max()
     assert (copied.last_logits() - read.last_logits()).abs().max() < GAP * scale
     assert copied.cache.in_place and not read.cache.in_place
@@ -131,11 +122,11 @@ def test_epic_computes_the_first_tokens_of_each_chunk_and_equals_our_splice(
 
 def test_cacheblend_computes_its_share_and_all_of_it_is_a_prefill(text: BenchText) -> None:
     engine, spliced, request = tiny_model().engine, spliced_of(text), text.request(0, 8)
-    some, _ = cacheblend(engine, spliced, 0.25, request)
+    some, _ = cacheblend(spliced, 0.25, request)
     assert sum(view.num_tokens for view in some.cache.layout if view.moved) == 96 - 24
     exact = engine.prefill(spliced.context_ids).cache
     reference = prefix_hit(engine, exact, (*spliced.context_ids, *request)).last_logits()
-    whole, _ = cacheblend(engine, spliced, 1.0, request)
+    whole, _ = cacheblend(spliced, 1.0, request)
     scale = reference.abs().max()
     assert (whole.last_logits() - reference).abs().max() < GAP * scale
     assert (some.last_logits() - reference).abs().max() > GAP * scale
@@ -166,9 +157,8 @@ def test_shared_memory_is_counted_once(text: BenchText) -> None:
     options = replace(OPTIONS, lengths=(192,))
     rows = share.run(tiny_model(), text, options, quiet).tables[0].rows
     assert [r["conversations"] for r in rows] == [1, 2, 3]
-    engine, spliced = tiny_model().engine, spliced_of(text, 192)
-    plan = spliced.plan(text.request(0, 8), 1)
-    made = [engine.execute(plan, base=spliced.head, segments=spliced.segments) for _ in range(2)]
+    spliced = spliced_of(text, 192)
+    made = [spliced.execute(spliced.plan(text.request(0, 8), 1)) for _ in range(2)]
     memories = {id(p.memory): p.memory for e in made for p in e.cache.pieces}
     assert share.held_nbytes(made) == sum(m.nbytes for m in memories.values())
     assert sum(not isinstance(m, Buffer) for m in memories.values()) == 1

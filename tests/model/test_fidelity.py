@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvnotes.engine import execute, hf
+from kvnotes.engine import execute, runner
 from kvnotes.engine.base import Engine
 from kvnotes.engine.slots import CacheForm
 from kvnotes.fidelity import (
@@ -103,7 +103,7 @@ def test_the_mask_reference_runs_no_cache_and_no_executor(monkeypatch: pytest.Mo
     plan = plan_compose(IDS, [Splice("s", segment.run, 0, 10, 6)])
     for name in ("execute", "_compute"):
         monkeypatch.setattr(type(engine()), name, None)
-    monkeypatch.setattr(hf, "slot_layers", None)
+    monkeypatch.setattr(runner, "slot_layers", None)
     monkeypatch.setattr(CacheForm, "cache", None)
     mask_reference(engine(), plan.layout)
 

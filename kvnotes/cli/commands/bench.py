@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvnotes.cli.listing import Column, print_table, say
+from kvnotes.cli.listing import Column, console, print_table, say
 from kvnotes.cli.options import DEFAULT_MODEL, Dtype, Json, ModelName, Quiet, Threads
 from kvnotes.cli.output import print_json
 from kvnotes.cli.progress import Progress
@@ -22,9 +22,7 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 
-Lengths = Annotated[
-    str, typer.Option(metavar="N,N...", help="Tokens of the compiled segment.", show_default=True)
-]
+Lengths = Annotated[str, typer.Option(metavar="N,N...", help="Tokens of the compiled segment.")]
 New = Annotated[
     str, typer.Option("--new", metavar="N,N...", help="New tokens behind it; the first is usual.")
 ]
@@ -65,7 +63,10 @@ def compose(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Time to first token of a splice, beside an exact prefix hit and a full prefill."""
+    """Time to first token of a splice.
+
+    Beside an exact prefix hit, a full prefill, and with --peers other methods.
+    """
     given = {"new_tokens": new, "full": full, "peers": peers, "gguf": gguf}
     _run("compose", model, dtype, lengths, runs, text, out, threads, json, quiet, given)
 
@@ -83,7 +84,10 @@ def edit(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Time to first token after an edit, by strategy, and after many edits."""
+    """Time to first token after an edit.
+
+    By strategy, and after many edits of one field.
+    """
     _run("edit", model, dtype, lengths, runs, text, out, threads, json, quiet, {"full": full})
 
 
@@ -100,7 +104,10 @@ def decode(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Time per token over a spliced segment, beside transformers' own caches."""
+    """Time per token over a spliced segment.
+
+    Beside transformers' own caches on the same model.
+    """
     _run(
         "decode", model, dtype, lengths, runs, text, out, threads, json, quiet, {"new_tokens": new}
     )
@@ -119,7 +126,10 @@ def store(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Saving and loading a compiled segment, beside the bytes alone and computing it again."""
+    """Saving and loading a compiled segment.
+
+    Beside reading and writing its bytes alone, and computing it again.
+    """
     _run("store", model, dtype, lengths, runs, text, out, threads, json, quiet, {"full": full})
 
 
@@ -139,7 +149,10 @@ def share(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Conversations that share a segment: time of a common step, and memory."""
+    """Conversations over one segment.
+
+    Time of a common step, and memory.
+    """
     given = {"new_tokens": new, "sessions": sessions}
     _run("share", model, dtype, lengths, runs, text, out, threads, json, quiet, given)
 
@@ -213,15 +226,14 @@ def _read(path: Path) -> str:
 
 def _print(result: BenchResult) -> None:
     """Print every table, and how the costs grow."""
+    from kvnotes.bench.result import threads_of
+
     m = result.machine
-    threads = f"{m['threads']} thread{'' if m['threads'] == 1 else 's'}"
-    say(f"{m['model']}, {m['dtype']}, {threads}, {m['cpu']}, torch {m['torch']}")
+    say(f"{m['model']}, {m['dtype']}, {threads_of(m)}, {m['cpu']}, torch {m['torch']}")
     for table in result.tables:
-        names = list(dict.fromkeys(name for row in table.rows for name in row))
         say("")
         say(f"{table.title} (ms: median [least-most])")
-        columns = [Column(name, number=True) for name in names]
-        print_table(columns, [[_cell(row.get(name)) for name in names] for row in table.rows])
+        _print_rows(table.rows)
         if table.note:
             say(table.note)
     found = {name: value for name, value in result.exponents.items() if value is not None}
@@ -232,9 +244,19 @@ def _print(result: BenchResult) -> None:
         print_table(columns, [(name, f"{value:.2f}") for name, value in found.items()])
 
 
-def _cell(value: object) -> str:
-    if isinstance(value, Mapping):
-        digits = 0 if value["median"] >= 100 else 1 if value["median"] >= 1 else 3
-        median, low, high = (f"{value[key]:.{digits}f}" for key in ("median", "min", "max"))
-        return f"{median} [{low}-{high}]"
-    return "" if value is None else str(value)
+def _print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print rows; turned, a column for each, where they would be too wide."""
+    from kvnotes.bench.result import shown
+
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    lines = [names, *([shown(row.get(name)) for name in names] for row in rows)]
+    turned = [list(line) for line in zip(*lines, strict=True)]
+    width = sum(max(map(len, column)) + _GAP for column in turned)
+    if width > console().width:
+        lines = turned
+    head, *body = lines
+    print_table([Column(head[0]), *(Column(name, number=True) for name in head[1:])], body)
+
+
+_GAP = 2
+"""Blanks between columns."""
