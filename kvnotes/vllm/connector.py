@@ -102,10 +102,16 @@ class KVNotesConnector(KVConnectorBase_V1, SupportsHMA):
             self.off_because = error.message
             logger.warning("kvnotes: nothing is spliced: %s", error)
 
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Begin a step."""
+        super().bind_connector_metadata(connector_metadata)
+        if self._working is not None:
+            self._working.begin(self._meta())
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Load what this step needs."""
         if self._working is not None:
-            self._working.before_forward(self._meta())
+            self._working.load(self._meta())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Return: loads are complete before the forward pass."""
@@ -118,7 +124,7 @@ class KVNotesConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_save(self) -> None:
         """Finish the step."""
         if self._working is not None:
-            self._working.after_forward()
+            self._working.finish()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the blocks whose load failed."""
@@ -158,8 +164,13 @@ class KVNotesConnector(KVConnectorBase_V1, SupportsHMA):
 
     def on_new_request(self, request: Any) -> None:
         """Plan a request."""
-        if self._scheduling is not None:
+        if self._scheduling is None:
+            return
+        try:
             self._scheduling.on_new_request(request)
+        except Exception:  # whatever a prompt does to us, it is computed
+            logger.exception("kvnotes: request %s is computed", request.request_id)
+            self._scheduling.give_up(request, "internal_error")
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int

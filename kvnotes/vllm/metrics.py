@@ -36,9 +36,9 @@ _HELP = {
 class SpliceStats(KVConnectorStats):
     """Counts since they were last taken: `{name: number}`, with a reason `name/reason`."""
 
-    data: dict[str, float]
+    data: dict[str, int | float]
 
-    def count(self, name: str, number: float = 1, reason: str = "") -> None:
+    def count(self, name: str, number: int | float = 1, reason: str = "") -> None:
         """Add to a counter."""
         key = f"{name}/{reason}" if reason else name
         self.data[key] = self.data.get(key, 0) + number

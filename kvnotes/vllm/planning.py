@@ -85,6 +85,11 @@ class SplicePlan:
         """The segments it needs."""
         return tuple(dict.fromkeys(load.key for load in self.loads))
 
+    def keys_behind(self, num_computed: int) -> tuple[str, ...]:
+        """Return the segments that are needed behind so many computed tokens."""
+        needed = (load.key for load in self.loads if load.target_stop > num_computed)
+        return tuple(dict.fromkeys(needed))
+
     @property
     def num_loaded(self) -> int:
         """How many tokens are loaded, if none of them are cached already."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -164,19 +164,24 @@ class SchedulerSide:
         tracked.plan = plan
         salt_request(request, plan.salts(self.hash_block_size), self.hash_block_size)
 
+    def give_up(self, request: Any, reason: str) -> None:
+        """Have a request computed that no step has seen yet."""
+        unsalt_request(request)
+        self._track(request, Wish(splice=False), reason=reason)
+
     def num_matched(self, request: Any, num_computed: int) -> int | None:
         """Return how many tokens can be loaded behind those that are computed; None: not yet."""
         tracked = self._tracked.get(request.request_id)
         if tracked is None or tracked.plan is None:
             return 0
-        if not self._opened(tracked):
-            return None
         plan = tracked.plan
-        if plan is None:
-            return 0
         if not self._jumps and num_computed < plan.loads[0].target_start:
             self._refuse(tracked, "prefix_not_cached", None)
-            return 0
+        elif not self._opened(tracked, plan.keys_behind(num_computed)):
+            return None
+        if tracked.plan is None:
+            # vLLM has just looked for the blocks of the plan: it has to look for plain ones
+            return None
         load = self.due(request, num_computed)
         return 0 if load is None else load.num_tokens
 
@@ -229,12 +234,11 @@ class SchedulerSide:
 
     # -- segments that workers open ----------------------------------------------------------
 
-    def _opened(self, tracked: _Tracked) -> bool:
-        """Whether nothing has to be waited for: all segments are open, or the plan is given up."""
-        assert tracked.plan is not None
-        missing = [key for key in tracked.plan.keys if key not in self._ready]
+    def _opened(self, tracked: _Tracked, keys: Sequence[str]) -> bool:
+        """Whether nothing has to be waited for: segments are open, or the plan is given up."""
+        missing = [key for key in keys if key not in self._ready]
         if not missing:
-            for key in tracked.plan.keys:
+            for key in keys:
                 self._ready.move_to_end(key)
             return True
         now = time.monotonic()
@@ -267,12 +271,13 @@ class SchedulerSide:
             self.stats.count("failed", reason="open")
             logger.warning("kvnotes: segment %s cannot be opened: %s", key[:12], said)
             for tracked in self._with(key):
-                self._refuse(tracked, "segment_unavailable", said)
+                if not tracked.num_loaded:  # else it is open for that one
+                    self._refuse(tracked, "segment_unavailable", said)
         for request_id, said in news.lost.items():
             self.stats.count("failed", reason="load")
             logger.warning("kvnotes: K/V of request %s were not loaded: %s", request_id, said)
             if request_id in self._tracked:
-                self._refuse(self._tracked[request_id], "load_failed", said)
+                self._take_back(self._tracked[request_id], said)
         for request_id, said in news.compiled.items():
             if said:
                 self.stats.count("failed", reason="compile")
@@ -284,6 +289,17 @@ class SchedulerSide:
     def _with(self, key: str) -> Iterable[_Tracked]:
         tracked = self._tracked.values()
         return [t for t in tracked if t.plan is not None and key in t.plan.keys]
+
+    def _take_back(self, tracked: _Tracked, said: str) -> None:
+        """Have a request computed whose load failed: vLLM computes from before the load on.
+
+        Its blocks have the plan's names already, and will hold something else.
+        """
+        if not self._jumps:  # else the scheduler has freed them
+            blocks = self._manager.get_block_ids(tracked.request.request_id)
+            self._manager.evict_blocks({block for group in blocks for block in group})
+        tracked.num_loaded = 0
+        self._refuse(tracked, "load_failed", said)
 
     def _refuse(self, tracked: _Tracked, reason: str, said: object) -> None:
         """Have a request computed, and say why."""

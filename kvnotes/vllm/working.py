@@ -109,8 +109,14 @@ class WorkerSide:
 
     # -- each step ---------------------------------------------------------------------------
 
-    def before_forward(self, meta: StepMeta) -> None:
-        """Do what has to be done before the forward pass of a step."""
+    def begin(self, meta: StepMeta) -> None:
+        """Begin a step: what it computes may have to be kept."""
+        for request_id in meta.ended:
+            self._capturing.pop(request_id, None)
+        self._captures = meta.captures
+
+    def load(self, meta: StepMeta) -> None:
+        """Open what is wanted, and put in what is due: before the forward pass, if anything is."""
         for key in meta.close:
             self._segments.pop(key, None)
             for place in [place for place in self._moved if place[0] == key]:
@@ -120,14 +126,11 @@ class WorkerSide:
                 self._news.opened[key] += 1
             elif key not in self._opening:
                 self._opening[key] = self._opener.submit(self._store.get, key)
-        for request_id in meta.ended:
-            self._capturing.pop(request_id, None)
         for injection in meta.injections:
             self._inject(injection)
-        self._captures = meta.captures
 
-    def after_forward(self) -> None:
-        """Do what has to be done after it."""
+    def finish(self) -> None:
+        """End a step."""
         for capture in self._captures:
             self._finish_capture(capture)
         self._captures = ()
