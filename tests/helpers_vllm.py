@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -220,6 +224,31 @@ def ask(
     ]
 
 
+def ask_stock(
+    model: Path, prompts: Sequence[Sequence[int]], num_tokens: int, options: dict[str, Any]
+) -> list[Reply]:
+    """Have vLLM without the plug-in answer prompts one by one, in a process of its own."""
+    with TemporaryDirectory() as folder:
+        task, answer = Path(folder) / "task.json", Path(folder) / "answer.json"
+        task.write_text(json.dumps([str(model), list(map(list, prompts)), num_tokens, options]))
+        subprocess.run([sys.executable, __file__, str(task), str(answer)], check=True)
+        found = json.loads(answer.read_text())
+    return [
+        Reply(tuple(ids), {int(i): value for i, value in logprobs.items()}, cached, said)
+        for ids, logprobs, cached, said in found
+    ]
+
+
+def _answer(task: Path, answer: Path) -> None:
+    model, prompts, num_tokens, options = json.loads(task.read_text())
+    llm, found = stock_llm(Path(model), **options), []
+    for ids in prompts:
+        llm.reset_prefix_cache()
+        (reply,) = ask(llm, [ids], [None], num_tokens)
+        found.append([reply.token_ids, reply.logprobs, reply.cached, reply.said])
+    answer.write_text(json.dumps(found))
+
+
 def connector(llm: LLM) -> Any:
     """Return the plug-in's half in the scheduler."""
     return scheduler(llm).connector.scheduling
@@ -228,3 +257,7 @@ def connector(llm: LLM) -> Any:
 def scheduler(llm: LLM) -> Any:
     """Return vLLM's scheduler."""
     return llm.llm_engine.engine_core.engine_core.scheduler
+
+
+if __name__ == "__main__":
+    _answer(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -295,9 +295,10 @@ class SchedulerSide:
 
         Its blocks have the plan's names already, and will hold something else.
         """
-        if not self._jumps:  # else the scheduler has freed them
-            blocks = self._manager.get_block_ids(tracked.request.request_id)
-            self._manager.evict_blocks({block for group in blocks for block in group})
+        if not self._jumps and tracked.plan is not None:  # else the scheduler has freed them
+            (blocks,) = self._manager.get_block_ids(tracked.request.request_id)
+            first = tracked.plan.loads[0].target_start // self.block_size
+            self._manager.evict_blocks(set(blocks[first:]))
         tracked.num_loaded = 0
         self._refuse(tracked, "load_failed", said)
 
