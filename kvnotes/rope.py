@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvnotes.spec import RopeSpec
+from kvnotes.spec import Pairing, RopeSpec
 
 RotaryTable = Callable[[Tensor], tuple[Tensor, Tensor]]
 """Positions [tokens], or [3, tokens] on three axes, to float32 cosines and sines
@@ -28,6 +28,14 @@ RotaryTable = Callable[[Tensor], tuple[Tensor, Tensor]]
 BLOCK_TOKENS = 512
 """Tokens rotated at a time: the block and its temporaries stay in the second-level cache
 (SmolLM2: 0.4 MB of keys per block)."""
+
+MIN_COMPILED_SIZE = 1 << 20
+"""Numbers from which on keys are rotated by compiled code, in half of the time or less. It costs
+a process 0.7 s to import numba, 1 s if nothing is compiled yet; eager torch rotates fewer numbers
+in 3 ms."""
+
+COMPILED_KINDS = {("cpu", dtype, 1) for dtype in (torch.float32, torch.bfloat16)}
+"""Devices, dtypes and steps along the last axis that compiled code is for."""
 
 MAX_CACHED_TURNS = 4
 """Rotations kept: one per segment in use; each is 2 x tokens x rotary_dim floats."""
@@ -172,22 +180,59 @@ def turn_keys(
         spec: Which dimensions are rotated, and in which pairs.
         outs: Where each layer's result goes.
     """
-    first, size = spec.start, spec.rotary_dim
+    first, stop = spec.start, spec.start + spec.rotary_dim
+    sources, targets = [], []
+    for keys, out in zip(layers, outs, strict=True):
+        if spec.rotary_dim < keys.shape[2]:
+            out[..., :first] = keys[..., :first]
+            out[..., stop:] = keys[..., stop:]
+            keys, out = keys[..., first:stop], out[..., first:stop]
+        sources.append(keys)
+        targets.append(out)
+    size = sum(keys.numel() for keys in sources)
+    if size >= MIN_COMPILED_SIZE and all(map(_is_for_compiled, sources, targets)):
+        num_threads = min(torch.get_num_threads(), size // MIN_COMPILED_SIZE)
+        _turn_compiled(sources, turn, spec.pairing, targets, num_threads)
+    else:
+        _turn_eagerly(sources, turn, spec.pairing, targets)
+
+
+def _is_for_compiled(keys: Tensor, out: Tensor) -> bool:
+    kinds = [(x.device.type, x.dtype, x.stride(2)) for x in (keys, out)]
+    return kinds[0] == kinds[1] and kinds[0] in COMPILED_KINDS
+
+
+def _turn_compiled(
+    layers: Sequence[Tensor],
+    turn: Turn,
+    pairing: Pairing,
+    outs: Sequence[Tensor],
+    num_threads: int,
+) -> None:
+    """Rotate in one pass, by code that is compiled when it is first used."""
+    from kvnotes.rope_kernel import turn_layers  # numba: most processes never need it
+
+    # a pair has one angle; the sine of its second dimension has the sign of the rotation
+    half = turn.cos.shape[1] // 2
+    second = slice(half, None) if pairing == "half" else slice(1, None, 2)
+    cos, sin = turn.cos[:, second].contiguous(), turn.sin[:, second].contiguous()
+    turn_layers(layers, outs, cos, sin, pairing=pairing, num_threads=num_threads)
+
+
+def _turn_eagerly(
+    layers: Sequence[Tensor], turn: Turn, pairing: Pairing, outs: Sequence[Tensor]
+) -> None:
+    """Rotate tensors of any kind, block by block; compiled code is compared with this."""
     scratch = _Scratch()
     for start in range(0, turn.cos.shape[0], BLOCK_TOKENS):
         block = slice(start, start + BLOCK_TOKENS)
         cos, sin = turn.cos[block], turn.sin[block]
         for keys, out in zip(layers, outs, strict=True):
             source, target = keys[:, block], out[:, block]
-            if size < keys.shape[2]:
-                target[..., :first] = source[..., :first]
-                target[..., first + size :] = source[..., first + size :]
-                rotated_part = slice(first, first + size)
-                source, target = source[..., rotated_part], target[..., rotated_part]
             rotated = scratch.like("rotated", source)
             if source.dtype != torch.float32:
                 source = scratch.like("source", source).copy_(source)
-            partners = _partners(source, spec, scratch.like("partners", source))
+            partners = _partners(source, pairing, scratch.like("partners", source))
             torch.mul(source, cos, out=rotated)
             if target.dtype == torch.float32:
                 torch.addcmul(rotated, partners, sin, out=target)
@@ -195,10 +240,10 @@ def turn_keys(
                 target.copy_(rotated.addcmul_(partners, sin))
 
 
-def _partners(keys: Tensor, spec: RopeSpec, out: Tensor) -> Tensor:
+def _partners(keys: Tensor, pairing: Pairing, out: Tensor) -> Tensor:
     """Write the other dimension of each pair to every dimension's place."""
-    if spec.pairing == "half":
-        half = spec.rotary_dim // 2
+    if pairing == "half":
+        half = keys.shape[-1] // 2
         return torch.cat([keys[..., half:], keys[..., :half]], -1, out=out)
     out[..., 0::2] = keys[..., 1::2]
     out[..., 1::2] = keys[..., 0::2]

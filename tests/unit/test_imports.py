@@ -17,6 +17,7 @@ ORDER = (
     "lint",
     "plan",
     "spec",
+    "rope_kernel",
     "rope",
     "segment",
     "engine",
