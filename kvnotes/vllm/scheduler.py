@@ -55,6 +55,8 @@ class KVNotesScheduler(Scheduler):
             for request in list(self.running):
                 self._jump(self._side, request)
         output = super().schedule(throttle_prefills)
+        if self._requeues and not output.total_num_scheduled_tokens and not self.running:
+            self._release()
         meta = output.kv_connector_metadata
         if isinstance(meta, StepMeta) and meta.injections:  # before the forward pass, not after
             output.has_sync_kv_loads = True
@@ -79,6 +81,15 @@ class KVNotesScheduler(Scheduler):
             request.status = RequestStatus.WAITING
             self._inflight_prefills.discard(request)
             self.kv_holding_waiting.add_request(request)
+
+    def _release(self) -> None:
+        """Preempt a request that was sent anew, if those that hold blocks wait for each other."""
+        holding = [r for r in self.kv_holding_waiting if r.status == RequestStatus.WAITING]
+        if holding:
+            last = holding[-1]
+            self.kv_holding_waiting.remove_requests([last])
+            last.status = RequestStatus.RUNNING  # what vLLM preempts is running
+            self._preempt_request(last, time.monotonic())
 
     def _reserve_prefill_lookahead(
         self, request: Request, num_computed_tokens: int, num_new_tokens: int

@@ -174,6 +174,7 @@ class SchedulerSide:
         tracked = self._tracked.get(request.request_id)
         if tracked is None or tracked.plan is None:
             return 0
+        tracked.due.clear()  # of a time before it was preempted
         plan = tracked.plan
         if not self._jumps and num_computed < plan.loads[0].target_start:
             self._refuse(tracked, "prefix_not_cached", None)
@@ -214,7 +215,6 @@ class SchedulerSide:
         tracked = self._tracked.get(request.request_id)
         if tracked is None or tracked.plan is None:
             return
-        tracked.due.clear()  # of a time before it was preempted
         if num_external:
             computed = self._num_local(request, tracked.plan, num_external)
             load = self.due(request, computed)
