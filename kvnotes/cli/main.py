@@ -27,6 +27,7 @@ from kvnotes.cli.commands import (
     prune,
     run,
     verify,
+    vllm,
 )
 from kvnotes.cli.failures import guarded
 
@@ -71,6 +72,7 @@ app.command("lint")(lint.lint)
 app.command("explain")(explain.explain)
 app.command("doctor")(doctor.doctor)
 app.add_typer(bench.app, name="bench")
+app.add_typer(vllm.app, name="vllm")
 app.command("completion")(completion.completion)
 
 

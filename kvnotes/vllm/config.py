@@ -33,6 +33,7 @@ class ConnectorConfig(BaseModel):
         min_tokens: Shorter segments are not spliced.
         deadline_seconds: How long a request waits for segments to be opened and verified.
         allow_compile: Whether requests may compile segments.
+        allow_refresh: Whether requests may use what was computed behind a field that has changed.
         jump: How the scheduler loads in the middle of a prompt; `requeue` for vLLM's second
             model runner, which keeps positions on its device.
     """
@@ -47,6 +48,7 @@ class ConnectorConfig(BaseModel):
     min_tokens: Annotated[int, Field(ge=1)] = MIN_TOKENS
     deadline_seconds: Annotated[float, Field(ge=0, le=600)] = 5.0
     allow_compile: bool = False
+    allow_refresh: bool = False
     jump: JumpForm = "in_place"
 
     @classmethod
@@ -66,11 +68,11 @@ class ConnectorConfig(BaseModel):
 
     def open_store(self) -> KVStore:
         """Return the store that the options name, with the keys of this machine."""
-        store = KVStore(
+        return KVStore(
             self.store,
             remote=self.remote,
             trust=Trust.from_settings(load_settings()),
+            tenant=self.tenant,
             versions=engine_versions(),
-            memory_nbytes=0,
+            memory_nbytes=0,  # workers keep what is open
         )
-        return store.for_tenant(self.tenant) if self.tenant else store

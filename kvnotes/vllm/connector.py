@@ -93,6 +93,7 @@ class KVNotesConnector(KVConnectorBase_V1, SupportsHMA):
                 self._config,
                 self._kv_cache_config.kv_cache_groups,
                 layers,
+                num_blocks=int(self._kv_cache_config.num_blocks),
                 rank=_tensor_rank(),
                 num_workers=self._num_workers,
                 dtype=str(config.model_config.dtype).removeprefix("torch."),

@@ -28,11 +28,13 @@ class Injection:
         request_id: The request.
         load: What.
         blocks: All blocks of the request.
+        source: Blocks that are copied; none where K/V of a segment are put in.
     """
 
     request_id: str
     load: Load
     blocks: BlockIds
+    source: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ of where they were.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 
 from kvnotes.plan import Compute, Plan, Reuse, Step, plan_compose
@@ -25,6 +25,8 @@ class Load:
         target_start: Where it goes in the prompt.
         num_tokens: How many tokens.
         shift: How far their keys move.
+        names: Names of the blocks that hold them, whole ones; none where they are of a segment.
+        block_size: Tokens of these blocks.
     """
 
     key: str
@@ -32,6 +34,8 @@ class Load:
     target_start: int
     num_tokens: int
     shift: int
+    names: tuple[bytes, ...] = ()
+    block_size: int = 1
 
     @property
     def target_stop(self) -> int:
@@ -41,8 +45,12 @@ class Load:
     def rest(self, position: int) -> Load:
         """Return the part from a position of the prompt on."""
         done = position - self.target_start
-        return Load(
-            self.key, self.source_start + done, position, self.num_tokens - done, self.shift
+        return replace(
+            self,
+            source_start=self.source_start + done,
+            target_start=position,
+            num_tokens=self.num_tokens - done,
+            names=self.names[done // self.block_size :],
         )
 
 
@@ -54,12 +62,14 @@ class SplicePlan:
         plan: The steps.
         loads: Its views of segments, in order.
         titles: Names of the segments, for people.
+        num_seam_tokens: Tokens of these segments that are computed.
         fingerprint: The model.
     """
 
     plan: Plan
     loads: tuple[Load, ...]
     titles: tuple[str, ...]
+    num_seam_tokens: int
     fingerprint: str
 
     @property
@@ -83,12 +93,12 @@ class SplicePlan:
     @property
     def keys(self) -> tuple[str, ...]:
         """The segments it needs."""
-        return tuple(dict.fromkeys(load.key for load in self.loads))
+        return self.keys_behind(0)
 
     def keys_behind(self, num_computed: int) -> tuple[str, ...]:
         """Return the segments that are needed behind so many computed tokens."""
-        needed = (load.key for load in self.loads if load.target_stop > num_computed)
-        return tuple(dict.fromkeys(needed))
+        behind = (load for load in self.loads if load.target_stop > num_computed)
+        return tuple(dict.fromkeys(load.key for load in behind if not load.names))
 
     @property
     def num_loaded(self) -> int:
@@ -139,7 +149,8 @@ def plan_splices(
         for v in views
     )
     titles = tuple(compiled[view.source_id].title for view in views)
-    return SplicePlan(plan, loads, titles, fingerprint) if loads else None
+    num_seam = sum(len(view.run) - view.num_tokens for view in views)
+    return SplicePlan(plan, loads, titles, num_seam, fingerprint) if loads else None
 
 
 def _rounded(plan: Plan, block_size: int) -> Plan:

@@ -11,6 +11,7 @@ Without it, segments are spliced where they stand.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -45,6 +46,18 @@ class CompileWish(_Part):
     variant: dict[_Name, Annotated[str, Field(max_length=1000)]] = {}
 
 
+class RefreshWish(_Part):
+    """A field of this prompt had another value of as many tokens a moment ago.
+
+    Attributes:
+        start: Position of its first token.
+        token_ids: The tokens that stood there.
+    """
+
+    start: Annotated[int, Field(ge=0)]
+    token_ids: Annotated[tuple[int, ...], Field(min_length=1)]
+
+
 class Wish(_Part):
     """What one request asks for; by default, to splice what stands in its prompt.
 
@@ -54,6 +67,7 @@ class Wish(_Part):
         values: Values of fields, which choose variants.
         num_seam_tokens: Tokens recomputed at each splice; None: the server's.
         compile: Make a segment of this prompt.
+        refresh: Use again what was computed behind a field that has changed.
     """
 
     splice: bool = True
@@ -61,6 +75,7 @@ class Wish(_Part):
     values: dict[_Name, str] = {}
     num_seam_tokens: Annotated[int, Field(ge=0, le=4096)] | None = None
     compile: CompileWish | None = None
+    refresh: RefreshWish | None = None
 
     @classmethod
     def of(cls, params: dict[str, Any] | None) -> Wish:
@@ -72,13 +87,12 @@ class Wish(_Part):
         said = (params or {}).get(KEY)
         if said is None:
             return cls()
-        if isinstance(said, dict) and isinstance(said.get("segments"), list):
-            said = {**said, "segments": tuple(said["segments"])}
         try:
-            return cls.model_validate(said)
-        except ValidationError as error:
+            return cls.model_validate_json(json.dumps(said))  # a list of JSON is a tuple
+        except (ValidationError, TypeError, ValueError) as error:
+            said = problem(error) if isinstance(error, ValidationError) else str(error)
             raise PlanError(
-                f"kv_transfer_params has no valid {KEY!r}: {problem(error)}",
+                f"kv_transfer_params has no valid {KEY!r}: {said}",
                 hint="see docs/vllm.md for what it may hold",
             ) from error
 

@@ -9,7 +9,7 @@ Uses two private attributes of vLLM's requests, `block_hashes` and `_block_hashe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
 from typing import Any
 
@@ -40,6 +40,26 @@ def unsalt_request(request: Any) -> None:
         del request.block_hashes[min(salted.salts) :]
         request._block_hasher = salted.inner
         request.update_block_hashes()
+
+
+def hashes_of(request: Any, token_ids: Sequence[int]) -> list[Any]:
+    """Return the plain names of the blocks that a request would have with other tokens."""
+    hasher = request._block_hasher
+    inner = hasher.inner if isinstance(hasher, _Salted) else hasher
+    return [] if inner is None else inner(_With(request, list(token_ids)))
+
+
+class _With:
+    """A request with other tokens, none of them hashed yet."""
+
+    def __init__(self, request: Any, all_token_ids: list[int]) -> None:
+        self._request = request
+        self.all_token_ids = all_token_ids
+        self.num_tokens = len(all_token_ids)
+        self.block_hashes: list[Any] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._request, name)
 
 
 class _Salted:

@@ -69,7 +69,8 @@ class KVNotesScheduler(Scheduler):
             load = side.due(request, request.num_computed_tokens)
             if load is None:
                 break
-            side.loads_now(request, load)
+            if not side.loads_now(request, load):
+                break
             request.num_computed_tokens = load.target_stop
             stats = request.prefill_stats
             if stats is not None and request.num_preemptions == 0:

@@ -10,49 +10,24 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-from kvnotes.errors import KVNotesError
+from kvnotes.errors import KVNotesError, PlanError
 from kvnotes.store.header import content_key
 from kvnotes.vllm.config import ConnectorConfig
 from kvnotes.vllm.index import SegmentIndex
 from kvnotes.vllm.messages import Capture, Injection, StepMeta, WorkerNews
 from kvnotes.vllm.metrics import SpliceStats
+from kvnotes.vllm.opened import OpenSegments
 from kvnotes.vllm.planning import Load, SplicePlan, plan_splices
-from kvnotes.vllm.requests import KEY, Wish, compiled_run
-from kvnotes.vllm.salt import salt_request, unsalt_request
+from kvnotes.vllm.refresh import Chains, Refresher
+from kvnotes.vllm.requests import KEY, RefreshWish, Wish, compiled_run
+from kvnotes.vllm.salt import hashes_of, salt_request, unsalt_request
 from kvnotes.vllm.served import ServedModel
+from kvnotes.vllm.tracked import Tracked, is_plain
 
 logger = logging.getLogger(__name__)
-
-MAX_OPEN = 512
-"""Segments that workers keep open: a mapped file each."""
-
-
-@dataclass
-class _Tracked:
-    """What is known about one request.
-
-    Args:
-        request: The request.
-        wish: What it asks for.
-        plan: How it is made; None where it is computed.
-        reason: Why it is computed, "" where that is not the question.
-        waits_until: Deadline of its segments, once they are asked for.
-        due: What the next step has to load for it.
-        num_loaded: Tokens loaded so far.
-    """
-
-    request: Any
-    wish: Wish
-    plan: SplicePlan | None = None
-    reason: str = ""
-    waits_until: float | None = None
-    due: list[Load] = field(default_factory=list)
-    num_loaded: int = 0
 
 
 class SchedulerSide:
@@ -77,11 +52,11 @@ class SchedulerSide:
         fingerprint = served.identity.fingerprint
         self._index = SegmentIndex(store, fingerprint, min_tokens=config.min_tokens)
         self._index.refresh(now=True)
-        self._tracked: dict[str, _Tracked] = {}
-        self._ready: OrderedDict[str, None] = OrderedDict()
-        self._opening: dict[str, int] = {}
-        self._to_open: dict[str, None] = {}
+        self._tracked: dict[str, Tracked] = {}
+        self._open = OpenSegments(num_workers)
         self._ended: list[str] = []
+        self._chains = Chains()
+        self._copied: list[Tracked] = []
         self.block_size = 0
         self.hash_block_size = 0
         self._manager: Any = None
@@ -109,19 +84,19 @@ class SchedulerSide:
         tracked = self._track(request, wish)
         if wish.compile is not None:
             self._begin_compile(tracked)
+        elif wish.refresh is not None:
+            self._begin_refresh(tracked, wish.refresh)
         elif wish.splice:
             self._begin_splice(tracked)
 
-    def _track(
-        self, request: Any, wish: Wish, *, reason: str = "", said: object = None
-    ) -> _Tracked:
-        tracked = _Tracked(request, wish)
+    def _track(self, request: Any, wish: Wish, *, reason: str = "", said: object = None) -> Tracked:
+        tracked = Tracked(request, wish)
         self._tracked[request.request_id] = tracked
         if reason:
             self._refuse(tracked, reason, said)
         return tracked
 
-    def _begin_compile(self, tracked: _Tracked) -> None:
+    def _begin_compile(self, tracked: Tracked) -> None:
         wish, request = tracked.wish.compile, tracked.request
         assert wish is not None
         reason = ""
@@ -131,7 +106,7 @@ class SchedulerSide:
             reason = "compile_needs_one_worker"
         elif self._config.store is None:
             reason = "no_store"
-        elif wish.preamble_tokens >= request.num_prompt_tokens or not _plain(request):
+        elif wish.preamble_tokens >= request.num_prompt_tokens or not is_plain(request):
             reason = "nothing_to_compile"
         if reason:
             tracked.wish = Wish(splice=False)
@@ -139,9 +114,54 @@ class SchedulerSide:
         else:  # every token is computed, behind nothing but the declared preamble
             request.skip_reading_prefix_cache = True
 
-    def _begin_splice(self, tracked: _Tracked) -> None:
+    def _begin_refresh(self, tracked: Tracked, wish: RefreshWish) -> None:
+        request, reason = tracked.request, ""
+        if not self._config.allow_refresh:
+            reason = "refresh_not_allowed"
+        elif not self._jumps or self.block_size != self.hash_block_size:
+            reason = "refresh_needs_our_scheduler"
+        elif len(self._manager.kv_cache_config.kv_cache_groups) > 1:
+            reason = "refresh_needs_one_kind_of_layers"
+        elif not is_plain(request) or request.skip_reading_prefix_cache:
+            reason = "prompt_logprobs"
+        if not reason:
+            fingerprint = self._served.identity.fingerprint
+            refresher = Refresher(
+                fingerprint, self.block_size, lambda name: bool(self._block(name))
+            )
+            try:
+                tracked.plan = refresher.plan(request, wish, self._chains)
+            except PlanError as error:
+                reason = error.message
+        if reason:
+            return self._refuse(tracked, reason, None)
+        assert tracked.plan is not None
+        salt_request(request, tracked.plan.salts(self.hash_block_size), self.hash_block_size)
+
+    def _block(self, name: bytes) -> Any:
+        """Return the block of a name; None if it is not cached."""
+        found = self._manager.block_pool.get_cached_block(name, [0])
+        return found[0] if found else None
+
+    def _hold(self, tracked: Tracked, load: Load) -> bool:
+        """Keep the blocks of a load from being evicted; if one is gone, give the plan up."""
+        self._let_go(tracked)
+        blocks = [self._block(name) for name in load.names]
+        if not all(blocks):
+            self._refuse(tracked, "refresh_evicted", None)
+            return False
+        self._manager.block_pool.touch(blocks)
+        tracked.held = blocks
+        return True
+
+    def _let_go(self, tracked: Tracked) -> None:
+        held, tracked.held = tracked.held, []
+        if held:
+            self._manager.block_pool.free_blocks(held)
+
+    def _begin_splice(self, tracked: Tracked) -> None:
         request, wish = tracked.request, tracked.wish
-        if not _plain(request):
+        if not is_plain(request):
             return
         self._index.refresh()
         found = self._index.find(request.prompt_token_ids, wish)
@@ -175,6 +195,7 @@ class SchedulerSide:
         if tracked is None or tracked.plan is None:
             return 0
         tracked.due.clear()  # of a time before it was preempted
+        tracked.num_loaded = 0
         plan = tracked.plan
         if not self._jumps and num_computed < plan.loads[0].target_start:
             self._refuse(tracked, "prefix_not_cached", None)
@@ -184,6 +205,8 @@ class SchedulerSide:
             # vLLM has just looked for the blocks of the plan: it has to look for plain ones
             return None
         load = self.due(request, num_computed)
+        if load is not None and load.names and not self._hold(tracked, load):
+            return None  # as above
         return 0 if load is None else load.num_tokens
 
     def due(self, request: Any, num_computed: int) -> Load | None:
@@ -206,9 +229,13 @@ class SchedulerSide:
         tracked = self._tracked.get(request.request_id)
         return tracked is not None and tracked.plan is not None
 
-    def loads_now(self, request: Any, load: Load) -> None:
-        """Say that the step in which this request is scheduled next loads this first."""
-        self._tracked[request.request_id].due.append(load)
+    def loads_now(self, request: Any, load: Load) -> bool:
+        """Have the step in which this request is scheduled next load this first, if it can."""
+        tracked = self._tracked[request.request_id]
+        if load.names and not self._hold(tracked, load):
+            return False
+        tracked.due.append(load)
+        return True
 
     def allocated(self, request: Any, num_external: int) -> None:
         """Take note that vLLM has made room for what `num_matched` promised."""
@@ -234,12 +261,10 @@ class SchedulerSide:
 
     # -- segments that workers open ----------------------------------------------------------
 
-    def _opened(self, tracked: _Tracked, keys: Sequence[str]) -> bool:
+    def _opened(self, tracked: Tracked, keys: Sequence[str]) -> bool:
         """Whether nothing has to be waited for: segments are open, or the plan is given up."""
-        missing = [key for key in keys if key not in self._ready]
+        missing = self._open.missing(keys)
         if not missing:
-            for key in keys:
-                self._ready.move_to_end(key)
             return True
         now = time.monotonic()
         if tracked.waits_until is None:
@@ -248,25 +273,14 @@ class SchedulerSide:
         elif now > tracked.waits_until:
             self._refuse(tracked, "deadline", None)
             return True
-        for key in missing:
-            if key not in self._opening:
-                self._opening[key] = self._num_workers
-                self._to_open[key] = None
+        self._open.want(missing)
         return False
 
     def update(self, news: WorkerNews) -> None:
         """Take in what the workers have said."""
-        for key, number in news.opened.items():
-            left = self._opening.get(key, 0) - number
-            if key in self._opening and left <= 0:
-                del self._opening[key]
-                self._ready[key] = None
-                self.stats.count("opened")
-            elif key in self._opening:
-                self._opening[key] = left
+        if opened := self._open.update(news):
+            self.stats.count("opened", opened)
         for key, said in news.failed.items():
-            self._opening.pop(key, None)
-            self._ready.pop(key, None)
             self._index.forget(key)
             self.stats.count("failed", reason="open")
             logger.warning("kvnotes: segment %s cannot be opened: %s", key[:12], said)
@@ -286,11 +300,11 @@ class SchedulerSide:
                 self.stats.count("compiled")
                 self._index.refresh(now=True)
 
-    def _with(self, key: str) -> Iterable[_Tracked]:
+    def _with(self, key: str) -> Iterable[Tracked]:
         tracked = self._tracked.values()
         return [t for t in tracked if t.plan is not None and key in t.plan.keys]
 
-    def _take_back(self, tracked: _Tracked, said: str) -> None:
+    def _take_back(self, tracked: Tracked, said: str) -> None:
         """Have a request computed whose load failed: vLLM computes from before the load on.
 
         Its blocks have the plan's names already, and will hold something else.
@@ -302,7 +316,7 @@ class SchedulerSide:
         tracked.num_loaded = 0
         self._refuse(tracked, "load_failed", said)
 
-    def _refuse(self, tracked: _Tracked, reason: str, said: object) -> None:
+    def _refuse(self, tracked: Tracked, reason: str, said: object) -> None:
         """Have a request computed, and say why."""
         tracked.reason = reason
         self.stats.count("refused", reason=reason)
@@ -319,30 +333,38 @@ class SchedulerSide:
     def step(self, output: Any) -> StepMeta:
         """Return what the workers have to do in this step."""
         injections, captures = [], []
+        for tracked in self._copied:  # in the step before
+            self._let_go(tracked)
+        self._copied.clear()
         for request_id, number in output.num_scheduled_tokens.items():
             tracked = self._tracked.get(request_id)
             if tracked is None:
                 continue
             if tracked.wish.compile is not None:
                 captures += self._capture(tracked, number)
+            if tracked.plan is not None and not tracked.counted:
+                tracked.counted = True
+                self.stats.count("plans")
+                self.stats.count("seam_tokens", tracked.plan.num_seam_tokens)
             for load in tracked.due:
                 blocks = self._manager.get_block_ids(request_id)
-                injections.append(Injection(request_id, load, blocks))
+                source = tuple(block.block_id for block in tracked.held) if load.names else ()
+                injections.append(Injection(request_id, load, blocks, source))
+                if source:
+                    self._copied.append(tracked)
                 self._count(tracked, load)
             tracked.due.clear()
-        opening, ended = tuple(self._to_open), tuple(self._ended)
-        self._to_open.clear()
+        ended = tuple(self._ended)
         self._ended.clear()
-        return StepMeta(opening, self._superfluous(), tuple(injections), tuple(captures), ended)
+        wanted = {key for t in self._tracked.values() if t.plan for key in t.plan.keys}
+        return StepMeta(*self._open.take(wanted), tuple(injections), tuple(captures), ended)
 
-    def _count(self, tracked: _Tracked, load: Load) -> None:
-        if not tracked.num_loaded:
-            self.stats.count("plans")
+    def _count(self, tracked: Tracked, load: Load) -> None:
         tracked.num_loaded += load.num_tokens
         self.stats.count("loads")
         self.stats.count("loaded_tokens", load.num_tokens)
 
-    def _capture(self, tracked: _Tracked, num_scheduled: int) -> list[Capture]:
+    def _capture(self, tracked: Tracked, num_scheduled: int) -> list[Capture]:
         request, wish = tracked.request, tracked.wish.compile
         start = request.num_computed_tokens
         number = min(num_scheduled, request.num_prompt_tokens - start)
@@ -354,28 +376,27 @@ class SchedulerSide:
         )
         return [Capture(request.request_id, start, number, ids, wish, blocks)]
 
-    def _superfluous(self) -> tuple[str, ...]:
-        """Return the segments, used least recently, that are open beyond the limit."""
-        wanted = {key for t in self._tracked.values() if t.plan for key in t.plan.keys}
-        over = len(self._ready) - MAX_OPEN
-        closed = [key for key in self._ready if key not in wanted][: max(0, over)]
-        for key in closed:
-            del self._ready[key]
-        return tuple(closed)
-
     def finished(self, request: Any) -> dict[str, Any] | None:
         """Forget a request; return what its reply says about the splice."""
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is None:
             return None
+        if tracked not in self._copied:
+            self._let_go(tracked)
+        if self._config.allow_refresh and tracked.plan is not None:
+            plain = hashes_of(request, request.all_token_ids)
+            self._chains.keep(plain, request.block_hashes)
         if tracked.wish.compile is not None:
             self._ended.append(request.request_id)
             return {KEY: {"segment": self._key_of(tracked)}}
         if tracked.plan is None and not tracked.reason:
             return None
-        return {KEY: _said(tracked)}
+        if tracked.plan is not None and tracked.counted:
+            num_local = tracked.plan.num_loaded - tracked.num_loaded
+            self.stats.count("local_tokens", max(0, num_local))
+        return {KEY: tracked.said()}
 
-    def _key_of(self, tracked: _Tracked) -> str:
+    def _key_of(self, tracked: Tracked) -> str:
         """Return the key that a compiled prompt has in the store."""
         wish = tracked.wish.compile
         assert wish is not None
@@ -383,33 +404,3 @@ class SchedulerSide:
         return content_key(
             "segment", self._config.tenant, self._served.identity.fingerprint, run.digest
         )
-
-
-def _said(tracked: _Tracked) -> dict[str, Any]:
-    """Return what a reply says about its splice."""
-    plan = tracked.plan
-    if plan is None:
-        return {"strategy": "reprefill", "fallback_reason": tracked.reason}
-    counts = plan.plan.tokens
-    return {
-        "strategy": plan.plan.strategy,
-        "shape": plan.plan.shape,
-        "digest": plan.digest,
-        "exact": plan.plan.exact,
-        "segments": list(plan.titles),
-        "spliced_tokens": counts.total - counts.computed,
-        "computed_tokens": counts.computed,
-        "loaded_tokens": tracked.num_loaded,
-        "fallback_reason": tracked.reason,
-    }
-
-
-def _plain(request: Any) -> bool:
-    """Whether a prompt is text alone, computed by the model alone."""
-    return bool(
-        request.prompt_token_ids
-        and request.prompt_embeds is None
-        and not request.mm_features
-        and request.lora_request is None
-        and request.sampling_params is not None
-    )

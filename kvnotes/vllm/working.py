@@ -59,6 +59,7 @@ class WorkerSide:
         config: How the plug-in is set up.
         groups: vLLM's groups of layers.
         layers: Attention layers by name, as vLLM's forward passes know them.
+        num_blocks: Blocks of the cache.
         rank: This worker.
         num_workers: Workers that hold a share of the heads each.
         dtype: Of the model's weights here, such as `bfloat16`.
@@ -75,13 +76,14 @@ class WorkerSide:
         groups: Sequence[Any],
         layers: dict[str, Any],
         *,
+        num_blocks: int,
         rank: int,
         num_workers: int,
         dtype: str,
         jumps: bool,
     ) -> None:
         self.stats = SpliceStats()
-        self._jumps = jumps
+        self._jumps, self._num_blocks = jumps, num_blocks
         self._served, self._config = served, config
         self._spec = served.identity.spec
         self._modules = layers
@@ -193,7 +195,24 @@ class WorkerSide:
         self.stats.count("loaded_bytes", load.num_tokens * self._spec.nbytes_per_token(itemsize))
         self.stats.count("load_seconds", time.perf_counter() - start)
 
+    def _copy(self, injection: Injection) -> None:
+        """Copy whole blocks: they stand at the same places, whatever their layout is."""
+        first = injection.load.target_start // self._layers[0].block_size
+        goal = injection.blocks[0][first : first + len(injection.source)]
+        for layer in self._layers:
+            cache = self._modules[layer.name].kv_cache
+            axis = next(i for i, n in enumerate(cache.shape[:2]) if n % self._num_blocks == 0)
+            parts = cache.shape[axis] // self._num_blocks  # of a block, for the kernel
+            source, target = (
+                (torch.tensor(ids)[:, None] * parts + torch.arange(parts)).flatten()
+                for ids in (injection.source, goal)
+            )
+            source, target = source.to(cache.device), target.to(cache.device)
+            cache.index_copy_(axis, target, cache.index_select(axis, source))
+
     def _put(self, injection: Injection) -> None:
+        if injection.source:
+            return self._copy(injection)
         load = injection.load
         segment = self._segments[load.key]
         part = slice(load.source_start, load.source_start + load.num_tokens)

@@ -277,7 +277,7 @@ def test_waiting_for_a_segment_has_an_end(
     ids = tokens(23, 200)
     served.store.put(served.engine.compile(ids))
     side._index.refresh(now=True)
-    monkeypatch.setattr(side, "_to_open", _Nowhere())
+    monkeypatch.setattr(side._open, "_to_open", _Nowhere())
     monkeypatch.setattr(side, "_config", side._config.model_copy(update={"deadline_seconds": 0.2}))
     prompt = (*HEADER, *ids, *QUESTION)
     (reply,) = ask(llm, [prompt])
