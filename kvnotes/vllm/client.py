@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from time import perf_counter
 from typing import Any
 
@@ -24,6 +25,7 @@ from kvnotes.engine.exchange import Exchange
 from kvnotes.engine.shapes import ShapeEngine
 from kvnotes.errors import EngineError
 from kvnotes.plan import Compute, CostModel, Match, Plan, Reuse, Run
+from kvnotes.plan.lineage import layout_token_ids
 from kvnotes.segment import KVCache, KVSegment
 from kvnotes.spec import LayerSpec, ModelIdentity, ModelSpec
 from kvnotes.vllm import bodies
@@ -52,6 +54,16 @@ _PLUGIN = replace(
     title="a vLLM server with the plug-in",
     because="it reuses what is unchanged from the first token on, and compiled segments",
 )
+
+_REFRESHING = replace(
+    _PLUGIN,
+    strategies=("erratum", "refresh", "refresh+erratum", "suffix", "reprefill"),
+    title="a vLLM server with the plug-in and refresh",
+    because="it reuses what is unchanged from the first token on, compiled segments, and what "
+    "stands behind one change of as many tokens",
+)
+
+_REFRESH = "refresh"
 
 _HELD = "a server keeps the K/V and the logits that this needs"
 
@@ -106,6 +118,21 @@ class ServedFacts:
         return ModelIdentity(spec, "unknown")
 
 
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """A stretch of a prompt that has changed, of as many tokens as before.
+
+    Args:
+        start: Its first token.
+        token_ids: What stood there.
+        views: What stands behind it, as before.
+    """
+
+    start: int
+    token_ids: tuple[int, ...]
+    views: tuple[Reuse, ...]
+
+
 @dataclass(slots=True, eq=False)
 class _Asked(Exchange):
     """A prompt that the server is asked about.
@@ -123,6 +150,7 @@ class VLLMEngine(ShapeEngine):
     Args:
         server: Where it is.
         facts: What is known of it.
+        refresh: Use again what stood behind a changed field; the server has to allow it.
     """
 
     title = "a vLLM server"
@@ -131,11 +159,13 @@ class VLLMEngine(ShapeEngine):
     rotaries = ()
     cost = ServerCost(math.nan, math.nan, math.nan, math.nan)
 
-    def __init__(self, server: Server, facts: ServedFacts) -> None:
+    def __init__(self, server: Server, facts: ServedFacts, *, refresh: bool = False) -> None:
         self.server = server
         self.facts = facts
         self.identity = facts.identity
-        self.abilities = _PLUGIN if facts.plugin else _STOCK
+        self.abilities = _STOCK
+        if facts.plugin:
+            self.abilities = _REFRESHING if refresh else _PLUGIN
         self._segments: dict[Run, tuple[str, tuple[tuple[str, str], ...]]] = {}
 
     def close(self) -> None:
@@ -155,13 +185,33 @@ class VLLMEngine(ShapeEngine):
     def unmovable(self, plan: Plan) -> tuple[Reuse, ...]:
         """Return what the server cannot reuse: all but what stands in front, and segments."""
         unfit, in_front = [], True
+        behind = self._change(plan)
         for step in plan.steps:
+            if behind is not None and step in behind.views:
+                continue
             if isinstance(step, Compute):
                 in_front = False
             elif step.run not in self._segments and (step.moved or not in_front):
                 unfit.append(step)
                 in_front = False
         return tuple(unfit)
+
+    def _change(self, plan: Plan) -> _Change | None:
+        """Return the first change of a plan, if what stands behind it can be used again."""
+        if not self.abilities.allows(_REFRESH):
+            return None
+        if any(isinstance(s, Reuse) and s.run in self._segments for s in plan.steps):
+            return None
+        steps = iter(plan.steps)
+        changed = next((step for step in steps if isinstance(step, Compute)), None)
+        if changed is None:
+            return None
+        kept = takewhile(lambda step: isinstance(step, Reuse) and not step.moved, steps)
+        views = tuple(step for step in kept if isinstance(step, Reuse))
+        before = layout_token_ids(plan.base)[changed.target_start : changed.target_stop]
+        if not views or len(before) < changed.num_tokens:
+            return None
+        return _Change(changed.target_start, before, views)
 
     @property
     def why_unmovable(self) -> tuple[str, str]:
@@ -172,6 +222,10 @@ class VLLMEngine(ShapeEngine):
         """Return what requests about a plan carry: the segments that it splices, and no others."""
         if not self.facts.plugin:
             return _Asked()
+        change = self._change(plan)
+        if change is not None:
+            said = {"start": change.start, "token_ids": list(change.token_ids)}
+            return _Asked({"kv_transfer_params": {KEY: {_REFRESH: said}}}, names=(_REFRESH,))
         views = [step.run for step in plan.steps if isinstance(step, Reuse)]
         used = dict.fromkeys(self._segments[run] for run in views if run in self._segments)
         names = tuple(dict.fromkeys(name for name, _ in used))

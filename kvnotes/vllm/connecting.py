@@ -91,6 +91,7 @@ def connect(
     tokenizer: str | None = None,
     chat_template: str | None = None,
     api_key: str = "",
+    refresh: bool = False,
     connect_seconds: float = CONNECT_SECONDS,
     read_seconds: float = READ_SECONDS,
     transport: httpx.BaseTransport | None = None,
@@ -104,6 +105,8 @@ def connect(
             `kvnotes.load`; its weights are not needed. None takes what the server says it serves.
         chat_template: Jinja text used in place of the tokenizer's own.
         api_key: Key of the server, "" for none.
+        refresh: Allow `refresh` and `refresh+erratum`: what stood behind a changed field is used
+            again. The server needs the plug-in, started with --allow-refresh.
         connect_seconds: Longest wait for a connection.
         read_seconds: Longest wait for the next byte of a reply.
         transport: Another way to reach it than the network, for tests.
@@ -141,7 +144,7 @@ def connect(
         ids=tuple(probed.ids.items()),
         plugin=probed.plugin,
     )
-    return ServedModel(VLLMEngine(server, facts), found, name)
+    return ServedModel(VLLMEngine(server, facts, refresh=refresh), found, name)
 
 
 def _card(server: Server, model: str | None) -> Mapping[str, Any]:

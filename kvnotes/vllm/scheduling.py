@@ -24,7 +24,7 @@ from kvnotes.vllm.planning import Load, SplicePlan, plan_splices
 from kvnotes.vllm.refresh import Chains, Refresher
 from kvnotes.vllm.requests import KEY, RefreshWish, Wish, compiled_run
 from kvnotes.vllm.salt import hashes_of, salt_request, unsalt_request
-from kvnotes.vllm.served import ServedModel
+from kvnotes.vllm.served import PreparedModel
 from kvnotes.vllm.tracked import Tracked, is_plain
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class SchedulerSide:
     """
 
     def __init__(
-        self, served: ServedModel, config: ConnectorConfig, *, num_workers: int, jumps: bool
+        self, served: PreparedModel, config: ConnectorConfig, *, num_workers: int, jumps: bool
     ) -> None:
         self.stats = SpliceStats()
         self._served = served

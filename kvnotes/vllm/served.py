@@ -31,7 +31,7 @@ _IDENTITY = TypeAdapter(ModelIdentity)
 
 
 @dataclass(frozen=True, slots=True)
-class ServedModel:
+class PreparedModel:
     """A model that passed the gate.
 
     Args:
@@ -87,7 +87,7 @@ def serialized(identity: ModelIdentity, rotaries: Sequence[Rotary]) -> bytes:
     return save(tables, metadata={"identity": _IDENTITY.dump_json(identity).decode()})
 
 
-def read(path: Path) -> ServedModel:
+def read(path: Path) -> PreparedModel:
     """Read what `prepare` wrote.
 
     Raises:
@@ -105,7 +105,7 @@ def read(path: Path) -> ServedModel:
         raise SegmentFormatError(
             f"{path} describes no model: {error}", hint="remove it and start the server again"
         ) from error
-    return ServedModel(identity, rotaries)
+    return PreparedModel(identity, rotaries)
 
 
 @dataclass(frozen=True, slots=True)

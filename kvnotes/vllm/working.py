@@ -35,7 +35,7 @@ from kvnotes.vllm.layers import (
 from kvnotes.vllm.messages import Capture, Injection, StepMeta, WorkerNews
 from kvnotes.vllm.metrics import SpliceStats
 from kvnotes.vllm.requests import compiled_run
-from kvnotes.vllm.served import ServedModel
+from kvnotes.vllm.served import PreparedModel
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class WorkerSide:
 
     def __init__(
         self,
-        served: ServedModel,
+        served: PreparedModel,
         config: ConnectorConfig,
         groups: Sequence[Any],
         layers: dict[str, Any],

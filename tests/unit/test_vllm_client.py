@@ -697,3 +697,44 @@ def test_the_context_is_the_servers(folder: Path) -> None:
 def test_a_model_without_weights_is_enough(folder: Path) -> None:
     assert not list(folder.glob("*.safetensors"))
     assert fake().connect(folder).tokenizer.encode("price")
+
+
+SAME_LENGTH = "new"
+
+# -- refresh -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", ["refresh", "refresh+erratum"])
+def test_a_refresh_says_what_stood_at_the_field(strategy: str, folder: Path) -> None:
+    server = fake(segments={})
+    model = server.connect(folder, refresh=True)
+    session = shop(model, strategy=strategy)
+    session.user("Is it low?", generate=FEW)
+    before = server.prompts[-1]
+    session.edit(status=SAME_LENGTH)
+    turn = session.user("And now?", generate=FEW)
+    assert turn.strategy == strategy
+    said = next(
+        wish["refresh"]
+        for body in reversed(server.bodies)
+        if (wish := (body.get("kv_transfer_params") or {}).get("kvnotes", {})) and "refresh" in wish
+    )
+    start, ids = said["start"], said["token_ids"]
+    assert list(before[start : start + len(ids)]) == ids
+    after = server.prompts[-1]
+    assert list(after[start : start + len(ids)]) != ids
+    assert tuple(after[:start]) == tuple(before[:start])
+    stop = start + len(ids)
+    assert tuple(after[stop : len(before)]) == tuple(before[stop:])
+    assert (strategy == "refresh+erratum") == ("erratum" in str(turn.strategy))
+
+
+def test_a_refresh_of_another_length_is_computed(folder: Path) -> None:
+    server = fake(segments={})
+    session = shop(server.connect(folder, refresh=True), strategy="refresh")
+    session.user("Is it low?", generate=FEW)
+    session.edit(status="a much longer value than before, of many more tokens")
+    asked = len(server.bodies)
+    session.user("And now?", generate=FEW)
+    for body in server.bodies[asked:]:
+        assert "refresh" not in (body.get("kv_transfer_params") or {}).get("kvnotes", {})
