@@ -63,6 +63,7 @@ class Plugin:
         num_seam_tokens: Tokens recomputed at each splice.
         min_tokens: Shorter segments are not spliced.
         allow_compile: Whether requests may compile segments.
+        allow_refresh: Whether they may use what was computed behind a field that has changed.
         jump: How the scheduler loads in the middle of a prompt.
         any_place: Whether segments may stand anywhere: our scheduler. vLLM's own loads once, right
             behind what its prefix cache holds.
@@ -74,6 +75,7 @@ class Plugin:
     num_seam_tokens: int = DEFAULT_NUM_SEAM_TOKENS
     min_tokens: int = MIN_TOKENS
     allow_compile: bool = False
+    allow_refresh: bool = False
     jump: JumpForm = "in_place"
     any_place: bool = True
 
@@ -91,6 +93,7 @@ class Plugin:
             num_seam_tokens=self.num_seam_tokens,
             min_tokens=self.min_tokens,
             allow_compile=self.allow_compile,
+            allow_refresh=self.allow_refresh,
             jump=self.jump,
         )
         return {
