@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvnotes.vllm.launch import Plugin, Server, ServerOptions, plan_launch
 
 from kvnotes.engine.models import load_tokenizer, resolve_model
 from kvnotes.store import KVStore
+from kvnotes.vllm.launch import Plugin, Server, ServerOptions, plan_launch
 
 POLICY = "".join(
     f"Rule {number}: a parcel of kind {number * 7 % 31} goes by van {number * 5 % 23}.\n"
