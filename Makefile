@@ -67,7 +67,7 @@ tests-extras: $(READY_EXTRAS)
 # vLLM has one engine for each process: so has each file.
 test-vllm: $(READY_VLLM)
 	for file in $(VLLM_TESTS); do \
-	  VLLM_CPU_OMP_THREADS_BIND=nobind .venv-vllm/bin/python -m pytest -W ignore --show-capture=no \
+	  .venv-vllm/bin/python -m pytest -W ignore --show-capture=no \
 	    --junitxml=$(RESULTS)/vllm-$$(basename $$file .py).xml $(PYTEST_ARGS) $$file || exit 1; \
 	done
 

@@ -10,6 +10,9 @@ import os
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+# left alone, vLLM takes another number of threads with a connector: nothing is bit-equal then
+CPUS = sorted(os.sched_getaffinity(0))
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, CPUS)))
 
 import pytest
 
