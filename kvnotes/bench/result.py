@@ -120,9 +120,13 @@ class BenchResult:
 
 def machine(model: Model) -> dict[str, Any]:
     """Return what the numbers depend on, with the command that made them."""
-    command = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
     dtype = model.engine.spec.dtype
-    return {**machine_facts(), "dtype": dtype, "model": model.name, "command": command}
+    return {**machine_facts(), "dtype": dtype, "model": model.name, "command": command()}
+
+
+def command() -> str:
+    """Return the command line of this process."""
+    return " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
 
 
 def machine_facts() -> dict[str, Any]:
@@ -173,7 +177,8 @@ def shown(value: object) -> str:
 
 def threads_of(machine: Mapping[str, Any]) -> str:
     """Return how many threads a result was measured with, in words."""
-    return f"{machine['threads']} thread{'' if machine['threads'] == 1 else 's'}"
+    number = machine["threads"] or "unknown"
+    return f"{number} thread{'' if number == 1 else 's'}"
 
 
 def series(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import chain, product
 
 from kvnotes.errors import PlanError
+from kvnotes.prompt import PromptTokenizer
 from kvnotes.session import Model
 
 HEADER = (
@@ -111,17 +112,28 @@ def bench_text(model: Model, texts: Sequence[str], num_tokens: int) -> BenchText
         num_tokens: The longest segment that will be asked for.
     """
     encode = model.tokenizer.encode
-    text = "\n\n".join(texts)
-    if not texts:
-        rules = _rules()
-        text = next(rules)
-        while len(encode(text)) < num_tokens:
-            text += "".join(next(rules) for _ in range(100))
     return BenchText(
         encode(HEADER),
-        encode(text),
+        encode(long_text(model.tokenizer, texts, num_tokens)),
         tuple(encode(f"\n\nCustomer: {question}\nAgent:") for question in QUESTIONS),
     )
+
+
+def long_text(tokenizer: PromptTokenizer, texts: Sequence[str], num_tokens: int) -> str:
+    """Return texts as one, or invented rules where there are none.
+
+    Args:
+        tokenizer: Counts tokens.
+        texts: What to take, in order.
+        num_tokens: How many tokens of invented rules there have to be.
+    """
+    if texts:
+        return "\n\n".join(texts)
+    rules = _rules()
+    text = next(rules)
+    while len(tokenizer.encode(text)) < num_tokens:
+        text += "".join(next(rules) for _ in range(100))
+    return text
 
 
 def _rules() -> Iterator[str]:

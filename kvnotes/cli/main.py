@@ -16,6 +16,7 @@ import typer
 import kvnotes
 from kvnotes.cli.commands import (
     bench,
+    bench_serve,  # noqa: F401 - it adds itself to bench
     chat,
     compile,
     completion,

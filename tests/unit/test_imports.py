@@ -29,8 +29,8 @@ ORDER = (
     "memory",
     "agent",
     "probes",
-    "bench",
     "vllm",
+    "bench",
     "server",
     "cli",
 )

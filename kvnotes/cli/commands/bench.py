@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvnotes.bench.result import BenchResult
 
 app = typer.Typer(
-    help="Measure what splices, edits, decoding, files and sharing cost here.",
+    help="Measure what splices, edits, decoding, files, sharing and serving cost here.",
     no_args_is_help=True,
 )
 
@@ -177,11 +177,9 @@ def _run(
     from kvnotes.bench.text import bench_text
     from kvnotes.engine.base import set_num_threads
 
-    numbers: dict[str, Any] = {
-        k: _numbers(k, v) if isinstance(v, str) else v for k, v in given.items()
-    }
-    options = BenchOptions(lengths=_numbers("lengths", lengths), runs=runs, **numbers)
-    content = [_read(path) for path in texts or ()]
+    more: dict[str, Any] = {k: numbers(k, v) if isinstance(v, str) else v for k, v in given.items()}
+    options = BenchOptions(lengths=numbers("lengths", lengths), runs=runs, **more)
+    content = [read(path) for path in texts or ()]
     out.mkdir(parents=True, exist_ok=True)
     set_num_threads(threads)
     with Progress(wanted=not quiet) as progress:
@@ -191,6 +189,11 @@ def _run(
         text.segment(max(options.lengths))
         run = import_module(f"kvnotes.bench.{name}").run
         result: BenchResult = run(loaded, text, options, progress.say)
+    show(result, out, json=json)
+
+
+def show(result: BenchResult, out: Path, *, json: bool) -> None:
+    """Write a result into a folder and print it."""
     written = result.write(out)
     if json:
         print_json(result.to_json())
@@ -201,7 +204,7 @@ def _run(
         say("no plot: pip install 'kvnotes[plots]'")
 
 
-def _numbers(name: str, text: str) -> tuple[int, ...]:
+def numbers(name: str, text: str) -> tuple[int, ...]:
     """Return the numbers of an option like 1,2,3.
 
     Raises:
@@ -216,7 +219,12 @@ def _numbers(name: str, text: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(int(part) for part in parts))
 
 
-def _read(path: Path) -> str:
+def read(path: Path) -> str:
+    """Return the content of a text file.
+
+    Raises:
+        PlanError: It cannot be read as text.
+    """
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -232,7 +240,8 @@ def _print(result: BenchResult) -> None:
     say(f"{m['model']}, {m['dtype']}, {threads_of(m)}, {m['cpu']}, torch {m['torch']}")
     for table in result.tables:
         say("")
-        say(f"{table.title} (ms: median [least-most])")
+        timed = any(isinstance(value, Mapping) for row in table.rows for value in row.values())
+        say(table.title + (" (ms: median [least-most])" if timed else ""))
         _print_rows(table.rows)
         if table.note:
             say(table.note)
