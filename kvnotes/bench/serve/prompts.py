@@ -29,7 +29,7 @@ from kvnotes.prompt.slots import escape
 
 FIELD = "order_status"
 
-OLD = "processed (since 2026-01-01 00:00:00)"
+OLD = "shipped (since 2026-01-01 00:00:00)"
 """The value before the change; no request has it."""
 
 STATUSES = ("pending", "delivered", "cancelled")
@@ -80,8 +80,8 @@ _RULES = (
 )
 _FIRST, _STEP = datetime(2026, 2, 1, 8, 0, 1), timedelta(seconds=7919)
 _READ = (
-    "What is the status of this order now: pending, processed, delivered or cancelled? Answer "
-    "with one word."
+    "What is the status of this order now: pending, shipped, delivered or cancelled? Answer with "
+    "one word."
 )
 _YES_NO = ("Yes", "No")
 
