@@ -1,10 +1,13 @@
-"""`kvnotes bench serve` against a server that only looks like vLLM: arms, load, counts, failures."""
+"""`kvnotes bench serve` on a server that only looks like vLLM: arms, load, counts, failures."""
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
+from os.path import commonprefix
 from typing import Any
 
 import pytest
@@ -31,7 +34,7 @@ from kvnotes.bench.serve.prompts import (
     Prompts,
     ceiling,
     common_prefix,
-    first_tokens,
+    fork_of,
     make_ask,
     plugin_arms,
     stock_arms,
@@ -92,7 +95,18 @@ def test_every_question_and_value_is_another_one_and_long_enough(
     for kind in ("status", "rule"):
         some = [ask for ask in asks if ask.kind == kind]
         assert len({ask.right for ask in some}) > 1, "one answer is right everywhere"
-    assert len(first_tokens(tokenizer, asks[0])) == 4
+
+
+def test_answers_part_behind_what_they_have_in_common(tokenizer: PromptTokenizer) -> None:
+    for ask in (make_ask(0), make_ask(1)):
+        fork = fork_of(tokenizer, ask)
+        assert len(set(fork.choices)) == len(ask.choices)
+        for token, choice in zip(fork.choices, ask.choices, strict=True):
+            said = tokenizer.decode([*fork.token_ids, token])
+            assert f"{ask.cue} {choice}".startswith(said)
+    alike = replace(make_ask(1), choices=("yes", "yes"))
+    with pytest.raises(PlanError, match="two of the answers yes, yes begin alike"):
+        fork_of(tokenizer, alike)
 
 
 def test_the_right_answer_follows_from_the_value() -> None:
@@ -102,7 +116,7 @@ def test_the_right_answer_follows_from_the_value() -> None:
             assert ask.choices[ask.right] == status
         else:
             needed = "delivered" if "returned" in ask.question else "pending"
-            assert (ask.choices[ask.right] == "Yes") == (status == needed)
+            assert (ask.choices[ask.right] == "yes") == (status == needed)
 
 
 @pytest.mark.parametrize(
@@ -176,8 +190,7 @@ def by_hand(prompts: list[Prompt], primed: tuple[int, ...], block: int) -> int:
         ids = prompt.token_ids
         best = 0
         for other in before:
-            same = next((i for i, (a, b) in enumerate(zip(ids, other, strict=False)) if a != b), None)
-            best = max(best, min(len(ids), len(other)) if same is None else same)
+            best = max(best, len(commonprefix([ids, other])))
         found += min(best, len(ids) - 1) // block * block
         before.append(ids)
     return found
@@ -218,7 +231,7 @@ def test_arrivals_are_the_same_for_a_seed_and_as_frequent_as_asked() -> None:
     times = arrivals(4000, 2.0, "0/7000/2.0/0")
     assert times == arrivals(4000, 2.0, "0/7000/2.0/0") != arrivals(4000, 2.0, "0/7000/2.0/1")
     assert times[0] == 0.0 and times == sorted(times)
-    gaps = [b - a for a, b in zip(times, times[1:], strict=False)]
+    gaps = [b - a for a, b in pairwise(times)]
     mean = sum(gaps) / len(gaps)
     spread = (sum((g - mean) ** 2 for g in gaps) / len(gaps)) ** 0.5
     assert 0.45 < mean < 0.55 and 0.9 < spread / mean < 1.1, "gaps of a Poisson process"
@@ -264,8 +277,6 @@ def url(fake: FakeVLLM) -> Iterator[str]:
 
 
 def timed(at: float, **more: Any) -> Timed:
-    import json
-
     body = {"prompt": [1, 2, 3], "max_tokens": 4, "stream": True, **more}
     return Timed(at, json.dumps(body).encode())
 
@@ -430,11 +441,11 @@ def test_failures_are_counted_and_not_hidden(
 def test_decisions_are_judged_by_the_clean_prefill(
     fake: FakeVLLM, url: str, tokenizer: PromptTokenizer, text: str
 ) -> None:
-    """The server reads the last value in a prompt, but for the hoisted one: there it says No."""
+    """The server reads the last value in a prompt."""
 
     def choose(ids: list[int], choices: list[int]) -> list[float]:
         said = tokenizer.decode(ids)
-        words = [tokenizer.decode([i]) for i in choices]
+        words = [tokenizer.decode([i]).strip() for i in choices]
         values = ("pending (", "delivered (", "cancelled (", "shipped (")
         value = max(values, key=said.rfind)
         if len(choices) == 2:

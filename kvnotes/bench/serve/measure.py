@@ -22,7 +22,7 @@ from kvnotes.bench.serve.prompts import (
     Prompts,
     ceiling,
     common_prefix,
-    first_tokens,
+    fork_of,
     make_ask,
     plugin_arms,
     stock_arms,
@@ -243,11 +243,14 @@ class _Bench:
     ) -> None:
         """Ask for the decision of each request: what it would answer, as the arm is cached."""
         for ask, prompt in zip(asks, prompts, strict=True):
-            choices = first_tokens(self._tokenizer, ask)
+            fork = fork_of(self._tokenizer, ask)
             said = self._client.decide(
-                prompt.token_ids, choices, model=self._facts.model, **lane.extra
+                (*prompt.token_ids, *fork.token_ids),
+                fork.choices,
+                model=self._facts.model,
+                **lane.extra,
             )
-            scores = tuple(said[i] for i in choices)
+            scores = tuple(said[i] for i in fork.choices)
             self.found.decisions.append(Decision(length, lane.arm.name, ask, scores))
 
     def _wait_until_idle(self) -> int:

@@ -52,13 +52,15 @@ class Ask:
     Args:
         value: The field's value.
         question: What the customer writes.
-        choices: The answers that are compared; the first tokens of any two differ.
+        cue: How the reply begins, so that its next word is the answer.
+        choices: The answers that are compared.
         right: Index of the right one.
         kind: Whether the field is read, or a rule about it applied.
     """
 
     value: str
     question: str
+    cue: str
     choices: tuple[str, ...]
     right: int
     kind: Literal["status", "rule"]
@@ -83,7 +85,9 @@ _READ = (
     "What is the status of this order now: pending, shipped, delivered or cancelled? Answer with "
     "one word."
 )
-_YES_NO = ("Yes", "No")
+_READ_CUE = "The status of the order is"
+_RULE_CUE = "The answer is"
+_YES_NO = ("yes", "no")
 
 
 def make_ask(index: int) -> Ask:
@@ -97,24 +101,41 @@ def make_ask(index: int) -> Ask:
     )
     if index % 2:
         rule, allowed = rng.choice(_RULES)
-        return Ask(value, start + rule, _YES_NO, int(status != allowed), "rule")
+        return Ask(value, start + rule, _RULE_CUE, _YES_NO, int(status != allowed), "rule")
     words = (*STATUSES, OLD.split()[0])
-    return Ask(value, start + _READ, words, words.index(status), "status")
+    return Ask(value, start + _READ, _READ_CUE, words, words.index(status), "status")
 
 
-def first_tokens(tokenizer: PromptTokenizer, ask: Ask) -> tuple[int, ...]:
-    """Return the first token of each choice.
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """Where the answers to a question part.
+
+    Args:
+        token_ids: With what all of them begin: the cue.
+        choices: The next token of each.
+    """
+
+    token_ids: tuple[int, ...]
+    choices: tuple[int, ...]
+
+
+def fork_of(tokenizer: PromptTokenizer, ask: Ask) -> Fork:
+    """Return where the answers to a question part.
 
     Raises:
-        PlanError: Two of them are the same: which is meant cannot be told by one token.
+        PlanError: Two of them go on alike: which is meant cannot be told by one token.
     """
-    found = tuple(tokenizer.encode(choice)[0] for choice in ask.choices)
-    if len(set(found)) < len(found):
+    given = [tokenizer.encode(f"{ask.cue} {choice}") for choice in ask.choices]
+    same = 0
+    while all(len(ids) > same for ids in given) and len({ids[same] for ids in given}) == 1:
+        same += 1
+    found = tuple(ids[same] for ids in given if len(ids) > same)
+    if len(set(found)) < len(ask.choices):
         raise PlanError(
             f"with this tokenizer two of the answers {', '.join(ask.choices)} begin alike",
             hint="use another model",
         )
-    return found
+    return Fork(given[0][:same], found)
 
 
 @dataclass(frozen=True, slots=True)

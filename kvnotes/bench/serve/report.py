@@ -171,10 +171,11 @@ LOAD_NOTE = (
     "before what changes. no change answers with the old value: it is what nothing costs."
 )
 DECISION_NOTE = (
-    "The likeliest of the choices as the next token, by the same cached prompts, against a clean "
-    "prefill with the new value (prefix, 0 %). gap: largest distance of log-probabilities among "
-    "the choices, in nats, mean over questions. right: the field's value read, and a rule about it "
-    "applied; no change shows what the old value alone answers. 95 % Wilson intervals."
+    "The likeliest of the choices behind the beginning of a reply, by the same cached prompts, "
+    "against a clean prefill with the new value (prefix, 0 %). gap: largest distance of "
+    "log-probabilities among the choices, in nats, mean over questions. right: the field's value "
+    "read, and a rule about it applied; no change shows what the old value alone answers. 95 % "
+    "Wilson intervals."
 )
 RATIO_NOTE = (
     "TTFT p90 and requests per second of the value in the prefix (0 %) over those of each arm, and "
