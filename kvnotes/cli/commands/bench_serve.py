@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvnotes.cli.commands import bench
-from kvnotes.cli.options import DEFAULT_MODEL, Dtype, Json, ModelName, Quiet, Threads
+from kvnotes.cli.options import DEFAULT_MODEL, Dtype, Json, ModelName, Quiet
 from kvnotes.cli.progress import Progress
 from kvnotes.errors import EngineError, PlanError
 
@@ -72,7 +72,10 @@ def serve(
         bool, typer.Option("--compiled", help="Have vLLM compile the model; it starts later.")
     ] = False,
     out: bench.Out = bench.DEFAULT_OUT,
-    threads: Threads = None,
+    threads: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, max=512, help="CPUs of the server; all by default."),
+    ] = None,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
