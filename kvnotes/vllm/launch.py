@@ -12,6 +12,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -321,10 +322,11 @@ def named_distribution(home: Path, version: str) -> Path:
     return folder
 
 
-def cpus_of(launch: Launch) -> list[str]:
-    """Return the CPUs that a server is bound to; none where vLLM chooses."""
+def num_threads(launch: Launch) -> int:
+    """Return to how many CPUs a server is bound; 0 where vLLM chooses."""
     said = launch.environment.get(_CPUS, os.environ.get(_CPUS, ""))
-    return [cpu for cpu in said.split(",") if cpu]
+    ranges = re.findall(r"(\d+)(?:-(\d+))?", said)
+    return sum(int(last or first) - int(first) + 1 for first, last in ranges)
 
 
 def _cpus(threads: int | None) -> list[int]:

@@ -450,10 +450,10 @@ def test_decisions_are_judged_by_the_clean_prefill(
     def choose(ids: list[int], choices: list[int]) -> list[float]:
         said = tokenizer.decode(ids)
         words = [tokenizer.decode([i]).strip() for i in choices]
-        values = ("pending (", "delivered (", "cancelled (", "shipped (")
+        values = ("pending since", "delivered since", "cancelled since", "shipped since")
         value = max(values, key=said.rfind)
         if len(choices) == 2:
-            needed = "delivered (" if "returned now" in said else "pending ("
+            needed = "delivered since" if "returned now" in said else "pending since"
             return [-0.1, -3.0] if value == needed else [-3.0, -0.1]
         return [-0.1 if value.startswith(word) else -3.0 for word in words]
 

@@ -42,9 +42,37 @@ def test_a_text_that_cannot_be_read_is_refused(
     assert "it is no UTF-8 text" in said
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("rates", "fast", "--rates 'fast' is no list of numbers"),
+        ("rates", "0", "rates are (0.0,) requests per second"),
+        ("places", "first", "--places 'first' is no list of whole numbers"),
+        ("places", "100", "places of the field are (100,)"),
+        ("lengths", "0", "--lengths '0' is no list"),
+        ("blocks", "99", "16 requests cannot be cut into 99 blocks"),
+        ("url", "localhost", "'localhost' is no address of a server"),
+    ],
+)
+def test_options_of_serve_that_are_none_are_refused(
+    option: str, value: str, said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    shown = refused(capsys, "serve", f"--{option}={value}", "--out", str(tmp_path / "out"))
+    assert said in shown
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("option", ["--stock", "--compiled", "--python=/usr/bin/python3"])
+def test_a_server_that_runs_takes_no_options_of_a_new_one(
+    option: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    shown = refused(capsys, "serve", "--url=http://127.0.0.1:9", option, "--out", str(tmp_path))
+    assert f"--url names a server that runs, {option.partition('=')[0]} is about a new one" in shown
+
+
 def test_without_a_benchmark_they_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["bench"])
     shown = capsys.readouterr()
-    for name in ("compose", "edit", "decode", "store", "share"):
+    for name in ("compose", "edit", "decode", "store", "share", "serve"):
         assert name in shown.out + shown.err

@@ -23,10 +23,10 @@ from kvnotes.vllm.launch import (
     Server,
     ServerOptions,
     arguments,
-    cpus_of,
     environment,
     installed_in,
     named_distribution,
+    num_threads,
     plan_launch,
 )
 
@@ -118,8 +118,17 @@ def test_threads_and_cache_of_the_cpu_build_are_always_said(tmp_path: Path) -> N
     assert found["VLLM_CPU_OMP_THREADS_BIND"] == "2,3" and found["VLLM_CPU_KVCACHE_SPACE"] == "3"
     every = environment(ServerOptions(model="m"), CPU_BUILD, tmp_path)
     assert every["VLLM_CPU_OMP_THREADS_BIND"] == "2,3,5"
-    made = Launch((), found, "h", 1, tmp_path)
-    assert cpus_of(made) == ["2", "3"]
+    assert num_threads(Launch((), found, "h", 1, tmp_path)) == 2
+
+
+@pytest.mark.parametrize(
+    ("said", "number"), [("", 0), ("0-1", 2), ("0,5,7", 3), ("0-3|4-7", 8), ("auto", 0)]
+)
+def test_threads_are_counted_in_any_form(
+    said: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", said)
+    assert num_threads(Launch((), {}, "h", 1, tmp_path)) == number
 
 
 def test_another_build_binds_nothing(tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timedelta
 from typing import Literal
 
 from kvnotes.bench.text import HEADER
@@ -29,7 +28,7 @@ from kvnotes.prompt.slots import escape
 
 FIELD = "order_status"
 
-OLD = "shipped (since 2026-01-01 00:00:00)"
+OLD = "shipped since 07:59:59"
 """The value before the change; no request has it."""
 
 STATUSES = ("pending", "delivered", "cancelled")
@@ -80,7 +79,7 @@ _RULES = (
         "delivered",
     ),
 )
-_FIRST, _STEP = datetime(2026, 2, 1, 8, 0, 1), timedelta(seconds=7919)
+_FIRST_SECOND, _STEP_SECONDS = 8 * 3600, 7
 _READ = (
     "What is the status of this order now: pending, shipped, delivered or cancelled? Answer with "
     "one word."
@@ -94,7 +93,8 @@ def make_ask(index: int) -> Ask:
     """Return a value and a question; each index has another one of both."""
     rng = random.Random(index)
     status = rng.choice(STATUSES)
-    value = f"{status} (since {_FIRST + index * _STEP})"
+    minutes, second = divmod(_FIRST_SECOND + index * _STEP_SECONDS, 60)
+    value = f"{status} since {minutes // 60:02}:{minutes % 60:02}:{second:02}"
     start = (
         f"Hello, my name is {rng.choice(_NAMES)}, I have ordered {rng.choice(_THINGS)} from you, "
         f"and my order number is #W{100_000 + index * 37}. "

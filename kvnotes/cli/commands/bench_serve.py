@@ -88,9 +88,11 @@ def serve(
     from tempfile import TemporaryDirectory
 
     from kvnotes.bench.serve import ServeOptions
+    from kvnotes.bench.serve.load import Address
     from kvnotes.bench.text import long_text
     from kvnotes.engine.models import load_tokenizer, resolve_model
     from kvnotes.prompt import PromptTokenizer
+    from kvnotes.vllm.launch import num_threads
 
     options = ServeOptions(
         lengths=bench.numbers("lengths", lengths),
@@ -103,6 +105,9 @@ def serve(
         timeout_s=timeout,
         seed=seed,
     )
+    if url is not None:
+        Address(url)
+        _refuse_both({"--python": python is not None, "--stock": stock, "--compiled": compiled})
     content = [bench.read(path) for path in text or ()]
     out.mkdir(parents=True, exist_ok=True)
     with Progress(wanted=not quiet) as progress, TemporaryDirectory() as store:
@@ -123,7 +128,7 @@ def serve(
                 more={"block_size": block_size, "cache_gib": cache, "eager": not compiled},
             )
             progress.say(f"starting a server, its log is {server.launch.log}")
-            machine["threads"] = _num_threads(server)
+            machine["threads"] = num_threads(server.launch)
             machine["server"] = _shown(server)
             with server:
                 try:
@@ -132,6 +137,15 @@ def serve(
                     log = server.launch.log
                     raise EngineError(error.message, hint=f"see the server's log, {log}") from error
     bench.show(result, out, json=json)
+
+
+def _refuse_both(given: dict[str, bool]) -> None:
+    for option, is_given in given.items():
+        if is_given:
+            raise PlanError(
+                f"--url names a server that runs, {option} is about a new one",
+                hint="leave one of them out",
+            )
 
 
 def _server(
@@ -173,13 +187,6 @@ def _measure(
     facts = {**machine_facts(), **machine, "command": command()}
     client = ServerClient(url, timeout_s=options.timeout_s)
     return run(Target(client, tokenizer, facts), text, options, progress.say)
-
-
-def _num_threads(server: Server) -> int:
-    """Return how many threads a server was told to take; 0 where it decides itself."""
-    from kvnotes.vllm.launch import cpus_of
-
-    return len(cpus_of(server.launch))
 
 
 def _shown(server: Server) -> str:
