@@ -178,5 +178,5 @@ def _said(fake: FakeVLLM, body: Body) -> Body | None:
     if not choices:
         return None
     scores = fake.choose(body["prompt"], choices)
-    named = {f"token_id:{i}": score for i, score in zip(choices, scores, strict=True)}
+    named = {f"token_id:{i}": score for i, score in zip(choices, scores, strict=False)}
     return {"top_logprobs": [named]}

@@ -466,6 +466,16 @@ def test_decisions_are_judged_by_the_clean_prefill(
     assert rows["no change"]["agrees"] != "4 / 4"
 
 
+def test_a_server_that_gives_no_log_probabilities_is_measured_without_decisions(
+    fake: FakeVLLM, url: str, tokenizer: PromptTokenizer, text: str
+) -> None:
+    fake.choose = lambda ids, choices: [-0.1] * (len(choices) - 1)
+    tables = measured(fake, url, tokenizer, text)
+    assert "decisions" not in tables and f"{LENGTH}-token policy, all at once" in tables
+    note = tables["against the value in the prefix"].note
+    assert "Not measured: decisions, the server says nothing about 1 of 4 tokens" in note
+
+
 def test_a_prompt_that_does_not_fit_is_refused_before_anything_is_measured(
     fake: FakeVLLM, url: str, tokenizer: PromptTokenizer, text: str
 ) -> None:

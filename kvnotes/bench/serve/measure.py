@@ -39,11 +39,15 @@ from kvnotes.bench.serve.server import (
     require_room,
 )
 from kvnotes.bench.timing import Probe
+from kvnotes.errors import EngineError
 from kvnotes.prompt import PromptTokenizer
 from kvnotes.vllm.requests import KEY
 
 MAX_WAITS = 20
 """Seconds for which a block waits for a busy machine before it runs anyway."""
+
+DECISIONS = "decisions"
+"""What is not measured where a server does not give the log-probabilities that are asked for."""
 
 NO_PLUGIN = "the server does not run the plug-in of kvnotes"
 
@@ -135,9 +139,9 @@ class _Bench:
                     self._say(f"{length} tokens, {at}, block {block + 1}: {lane.arm.name}")
                     made = [prompts.prompt(lane.arm, ask) for ask in asks]
                     self._block(lane, length, rate, made, times)
-                    if rate is None:
+                    if rate is None and DECISIONS not in self.found.missing:
                         self._decide(lane, length, asks[:-1], made[:-1])
-        self.found.question_tokens.append(prompts.question_tokens(make_ask(0)))
+        self.found.machine["question_tokens"] = prompts.question_tokens(make_ask(0))
 
     def _lanes(self, prompts: Prompts) -> list[_Lane]:
         """Return the arms that can be measured; compile what they need."""
@@ -244,12 +248,12 @@ class _Bench:
         """Ask for the decision of each request: what it would answer, as the arm is cached."""
         for ask, prompt in zip(asks, prompts, strict=True):
             fork = fork_of(self._tokenizer, ask)
-            said = self._client.decide(
-                (*prompt.token_ids, *fork.token_ids),
-                fork.choices,
-                model=self._facts.model,
-                **lane.extra,
-            )
+            ids = (*prompt.token_ids, *fork.token_ids)
+            try:
+                said = self._client.decide(ids, fork.choices, model=self._facts.model, **lane.extra)
+            except EngineError as error:
+                self.found.missing[DECISIONS] = error.message
+                return
             scores = tuple(said[i] for i in fork.choices)
             self.found.decisions.append(Decision(length, lane.arm.name, ask, scores))
 

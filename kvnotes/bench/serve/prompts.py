@@ -251,7 +251,7 @@ class Prompts:
 
     def question_tokens(self, ask: Ask) -> int:
         """Return how many tokens a question has."""
-        return len(self._tokenizer.encode_untrusted(ask.question))
+        return len(self._tokenizer.encode_untrusted(self._long_enough(ask.question)))
 
     def _head(self, *, shown: bool, pinned: bool) -> list[Message]:
         """Return header and policy.

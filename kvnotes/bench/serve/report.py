@@ -127,15 +127,13 @@ class Found:
         machine: What it depends on.
         cells: By arm, policy and rate.
         decisions: What arms answer.
-        missing: Arms that were not measured, and why.
-        question_tokens: Tokens of a question.
+        missing: What was not measured, and why.
     """
 
     machine: dict[str, Any]
     cells: list[Cell] = field(default_factory=list)
     decisions: list[Decision] = field(default_factory=list)
     missing: dict[str, str] = field(default_factory=dict)
-    question_tokens: list[int] = field(default_factory=list)
 
     def cell(self, arm: Arm, length: int, rate: float | None) -> Cell:
         """Return the place of an arm's numbers."""
@@ -202,7 +200,8 @@ def report(found: Found, options: ServeOptions) -> BenchResult:
     ]
     said = " ".join(f"Not measured: {name}, {why}." for name, why in found.missing.items())
     tables.append(Table("against the value in the prefix", _ratios(found), f"{RATIO_NOTE} {said}"))
-    tables.append(Table("decisions", _decisions(found), DECISION_NOTE))
+    if found.decisions:
+        tables.append(Table("decisions", _decisions(found), DECISION_NOTE))
     tables.append(Table("the load generator", _generator(found), GENERATOR_NOTE))
     return BenchResult("serve", found.machine, tables, _panels(found))
 
