@@ -333,8 +333,8 @@ class SchedulerSide:
     def step(self, output: Any) -> StepMeta:
         """Return what the workers have to do in this step."""
         injections, captures = [], []
-        for tracked in self._copied:  # in the step before
-            self._let_go(tracked)
+        for copied in self._copied:  # in the step before
+            self._let_go(copied)
         self._copied.clear()
         for request_id, number in output.num_scheduled_tokens.items():
             tracked = self._tracked.get(request_id)

@@ -14,6 +14,6 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 CPUS = sorted(os.sched_getaffinity(0))
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, CPUS)))
 
-import pytest
+import pytest  # noqa: E402
 
 pytest.importorskip("vllm")
