@@ -20,7 +20,7 @@ from kvnotes.vllm.index import SegmentIndex
 from kvnotes.vllm.messages import Capture, Injection, StepMeta, WorkerNews
 from kvnotes.vllm.metrics import SpliceStats
 from kvnotes.vllm.opened import OpenSegments
-from kvnotes.vllm.planning import Load, SplicePlan, plan_splices
+from kvnotes.vllm.planning import Load, plan_splices
 from kvnotes.vllm.refresh import Chains, Refresher
 from kvnotes.vllm.requests import KEY, RefreshWish, Wish, compiled_run
 from kvnotes.vllm.salt import hashes_of, salt_request, unsalt_request
@@ -204,10 +204,14 @@ class SchedulerSide:
         if tracked.plan is None:
             # vLLM has just looked for the blocks of the plan: it has to look for plain ones
             return None
-        load = self.due(request, num_computed)
-        if load is not None and load.names and not self._hold(tracked, load):
-            return None  # as above
-        return 0 if load is None else load.num_tokens
+        tracked.promised.clear()
+        position = num_computed
+        while (load := self.due(request, position)) is not None:
+            if load.names and not self._hold(tracked, load):
+                return None  # as above
+            tracked.promised.append(load)
+            position = load.target_stop
+        return position - num_computed
 
     def due(self, request: Any, num_computed: int) -> Load | None:
         """Return what is to be loaded behind so many tokens, at least one left to compute."""
@@ -243,21 +247,8 @@ class SchedulerSide:
         if tracked is None or tracked.plan is None:
             return
         if num_external:
-            computed = self._num_local(request, tracked.plan, num_external)
-            load = self.due(request, computed)
-            assert load is not None and load.num_tokens == num_external
-            tracked.due.append(load)
-
-    @staticmethod
-    def _num_local(request: Any, plan: SplicePlan, num_external: int) -> int:
-        """Return how many tokens are computed before a load of so many."""
-        for load in plan.loads:
-            start = load.target_stop - num_external
-            if load.target_start <= start < load.target_stop:
-                return start
-        raise AssertionError(
-            f"no load of {num_external} tokens in the plan of {request.request_id}"
-        )
+            assert sum(load.num_tokens for load in tracked.promised) == num_external
+            tracked.due += tracked.promised
 
     # -- segments that workers open ----------------------------------------------------------
 

@@ -19,6 +19,7 @@ class Tracked:
         plan: How it is made; None where it is computed.
         reason: Why it is computed, "" where that is not the question.
         waits_until: Deadline of its segments, once they are asked for.
+        promised: What vLLM was told that can be loaded.
         due: What the next step has to load for it.
         num_loaded: Tokens loaded so far.
         counted: It is among the plans that were counted.
@@ -30,6 +31,7 @@ class Tracked:
     plan: SplicePlan | None = None
     reason: str = ""
     waits_until: float | None = None
+    promised: list[Load] = field(default_factory=list)
     due: list[Load] = field(default_factory=list)
     num_loaded: int = 0
     counted: bool = False

@@ -107,15 +107,15 @@ def test_a_variant_in_its_place_is_preferred(tmp_path: Path) -> None:
 
 
 def test_the_index_follows_the_store(tmp_path: Path) -> None:
-    segment = segment_of(range(40))
+    segment = segment_of(40)
     store = KVStore(tmp_path)
     index = SegmentIndex(store, segment.identity.fingerprint, min_tokens=16)
     index.refresh(now=True)
     assert len(index) == 0
     entry = store.put(segment, Provenance(name="a", version=3))
     index.refresh(now=True)
-    (found,) = index.find((5, *segment.run.token_ids), Wish())
-    assert found.compiled.title == "a@3" and found.start == 1
+    (found,) = index.find((49, 49, *segment.run.token_ids), Wish())
+    assert found.compiled.title == "a@3" and found.start == 2
     assert entry is not None
     store.remove([entry.key])
     index.refresh(now=True)

@@ -314,3 +314,16 @@ def test_model_file_is_one_of_this_model(served: Served, tmp_path: Path) -> None
 
     made = read(served.model_file)
     assert made.identity.fingerprint == served.engine.fingerprint
+
+
+def test_segments_side_by_side_behind_a_cached_header_are_loaded_at_once(
+    served: Served, llm: Any
+) -> None:
+    header = tokens(41, 2 * BLOCK_SIZE)
+    ask(llm, [(*header, 7)])
+    ids = (*header, *TOOLS, *POLICY, *QUESTION)
+    (reply,) = ask(llm, [ids], [{"num_seam_tokens": 0}])
+    first = len(header)
+    splices = [served.splice("tools", first), served.splice("policy", first + len(TOOLS))]
+    assert reply.gap(served.logprobs(served.plan(ids, splices, 0))) <= LOGPROB_TOLERANCE
+    assert reply.cached == first + len(TOOLS) + len(POLICY)
