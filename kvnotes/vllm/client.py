@@ -58,6 +58,7 @@ _PLUGIN = replace(
 _REFRESHING = replace(
     _PLUGIN,
     strategies=("erratum", "refresh", "refresh+erratum", "suffix", "reprefill"),
+    erratum_modes=("append", "rewrite"),
     title="a vLLM server with the plug-in and refresh",
     because="it reuses what is unchanged from the first token on, compiled segments, and what "
     "stands behind one change of as many tokens",
