@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -710,7 +711,7 @@ def test_a_refresh_says_what_stood_at_the_field(strategy: str, folder: Path) -> 
     session.user("Is it low?", generate=FEW)
     before = server.prompts[-1]
     size = len(model.tokenizer.encode("status: low"))
-    words = ("wol", "owl", "lo!", "l0w", "off", "big", "red", "lot", "lap")
+    words = map("".join, product("tiresanw", repeat=3))
     session.edit(
         status=next(w for w in words if len(model.tokenizer.encode(f"status: {w}")) == size)
     )
