@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
