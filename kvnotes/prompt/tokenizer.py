@@ -189,6 +189,11 @@ class PromptTokenizer:
                     found.add(piece.ids[0])
         return frozenset(found)
 
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens, added ones included."""
+        return int(self._backend.get_vocab_size())
+
     def encode(self, text: str) -> tuple[int, ...]:
         """Tokenize trusted text; control strings in it become control tokens."""
         return self.piece(text).ids

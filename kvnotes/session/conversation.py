@@ -309,6 +309,7 @@ class Conversation:
 
     def keep(self, execution: Execution, prompt: TokenizedPrompt) -> None:
         """Keep the cache of the history, without the generation prompt."""
+        self.model.engine.finish(execution)
         history = self.render(self.base, False)
         length = min(execution.cache.length, history.num_tokens)
         if prompt.token_ids[:length] != history.token_ids[:length]:

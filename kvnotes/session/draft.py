@@ -91,6 +91,7 @@ class Draft:
         """
         if verify is not None:
             check_option("verify", verify, get_args(VerifyLevel))
+            self.model.engine.abilities.check_verify(verify)
         name = self._strategy(strategy)
         values, known = {**(changes or {}), **fields}, self.values
         for field in values:
@@ -269,7 +270,8 @@ class Draft:
                 )
 
     def _strategy(self, name: str | None) -> str:
-        return check_strategy(name or self._talk.strategy)
+        strategy = check_strategy(name or self._talk.strategy)
+        return self.model.engine.abilities.check_strategy(strategy)
 
     def _check_values(self, values: Mapping[str, str]) -> None:
         for name, value in values.items():

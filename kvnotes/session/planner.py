@@ -98,7 +98,7 @@ class Planner:
     @property
     def splices(self) -> bool:
         """Whether compiled segments are used at all."""
-        return self.splice != "never"
+        return self.splice != "never" and self._model.engine.abilities.splices
 
     def ideal(self, prompt: TokenizedPrompt, *, cautious: bool) -> Ideal:
         """Plan a prompt from nothing.
@@ -129,7 +129,7 @@ class Planner:
                 used.append(segment)
         plan = plan_compose(prompt.token_ids, splices, num_seam_tokens=self.num_seam_tokens)
         plan = replace(plan, notes=(*plan.notes, *notes))
-        return Ideal(self._in_chunks(plan), tuple(used))
+        return Ideal(self._movable(plan), tuple(used))
 
     def _splice_for(
         self, span: SegmentSpan, prompt: TokenizedPrompt
@@ -197,13 +197,12 @@ class Planner:
         """Keep matched live tokens, as far as the model lets them stand where they go."""
         layout = live.cache.layout
         plan = plan_keep(layout, matches, ideal.plan, strategy=strategy, recompute=recompute)
-        return self._in_chunks(plan)
+        return self._movable(plan)
 
-    def _in_chunks(self, plan: Plan) -> Plan:
-        """Compute what a model that attends in chunks cannot have moved."""
+    def _movable(self, plan: Plan) -> Plan:
+        """Compute what the engine cannot have where the plan puts it."""
         engine = self._model.engine
-        note = f"chunks_of_{engine.spec.chunk_size}:moved_part:computed"
-        return plan_without(plan, engine.unmovable(plan), note)
+        return plan_without(plan, engine.unmovable(plan), f"{engine.why_unmovable[0]}:computed")
 
     def matches(self, prompt: TokenizedPrompt, live: Live) -> tuple[Match, ...]:
         """Align the live tokens with a prompt."""

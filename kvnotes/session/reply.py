@@ -3,13 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
-from kvnotes.engine.base import Execution, SamplingParams
+from kvnotes.engine.base import Execution, SamplingParams, Stopwatch
+from kvnotes.engine.exchange import Exchange
 from kvnotes.errors import PlanError
 from kvnotes.prompt import Message
 from kvnotes.segment import KVCache
 from kvnotes.session.loaded import Model
-from kvnotes.session.report import Decision
+from kvnotes.session.report import Decision, Turn
+
+
+def told(turn: Turn, exchange: Exchange | None, watch: Stopwatch) -> Turn:
+    """Return a turn with what a server has said about it; as it is, where there is no server."""
+    if exchange is None or exchange.served is None:
+        return turn
+    served = exchange.served
+    return replace(
+        turn,
+        served=served,
+        ttft_ms=max(turn.ttft_ms or 0.0, watch.ms_at(exchange.told_at)),
+        fallback_reason=turn.fallback_reason or served.fallback_reason or None,
+        notices=(*turn.notices, *served.notes),
+    )
 
 
 def decide(model: Model, execution: Execution, choices: Sequence[str]) -> Decision:
@@ -85,6 +101,10 @@ class Reply:
                 yield piece
         if piece := self.finish():
             yield piece
+
+    def close(self) -> None:
+        """Stop here: no further token is generated for it."""
+        self.stream.close()
 
     def push(self, token_id: int) -> str:
         """Take the next token; return the text that no stop string can take back any more.

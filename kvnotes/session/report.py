@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from kvnotes.engine.exchange import Served
 from kvnotes.fidelity import FidelityReport
 from kvnotes.plan import Plan
 from kvnotes.prompt import TokenizedPrompt
@@ -35,9 +36,10 @@ class Evidence:
     """Why a strategy was taken.
 
     Args:
-        kind: `none` (exact by default), `user`, `scorecard`, or `verify`.
+        kind: `none` (exact by default), `user`, `scorecard`, `verify`, or `engine` (what a server
+            can do).
         detail: One line.
-        predicted_ms: Predicted time of the plan.
+        predicted_ms: Predicted time of the plan; not a number where nobody knows.
     """
 
     kind: str
@@ -87,7 +89,8 @@ class Turn:
 
     Args:
         op: What was called: `user`, `decide`, `edit`, `splice`, ...; the role for `add`.
-        plan: What was, or (edit, delete, ...) would be, reused, moved and computed.
+        plan: What was, or (edit, delete, ...) would be, reused, moved and computed. Over a server
+            it says what the prompt shares with the one before; what was done says `served`.
         strategy: The strategy taken.
         evidence: Why.
         ttft_ms: From the call to the first token's logits, waiting edits included; None for
@@ -101,6 +104,7 @@ class Turn:
         fallback_reason: Why another strategy than the one asked for was taken.
         notices: Escaped strings, wrappers, notes of the plan.
         prompt: The prompt that the plan is of.
+        served: What the server said it had; None where the engine is in this process.
     """
 
     op: str
@@ -117,3 +121,4 @@ class Turn:
     fallback_reason: str | None = None
     notices: tuple[str, ...] = field(default=())
     prompt: TokenizedPrompt | None = field(default=None, repr=False)
+    served: Served | None = None

@@ -23,10 +23,10 @@ from kvnotes.session.edits import ErratumMode, PromptState
 from kvnotes.session.loaded import Model
 from kvnotes.session.operations import Edit, Insert, Operation
 from kvnotes.session.planner import Planner, SplicePolicy
-from kvnotes.session.reply import Reply, decide, encode_choices
+from kvnotes.session.reply import Reply, decide, encode_choices, told
 from kvnotes.session.report import Turn, Verification
 from kvnotes.session.saved import SavedSession
-from kvnotes.session.setup import as_message, as_segment, check_option
+from kvnotes.session.setup import as_message, as_mode, as_segment, check_option
 from kvnotes.session.strategy import Scorecard
 from kvnotes.session.stream import Stream
 from kvnotes.session.verify import Checker
@@ -46,6 +46,7 @@ class Session(Draft):
         num_seam_tokens: Seam tokens at each splice; None takes the scorecard's or the default.
         erratum: Wording of errata.
         erratum_mode: `rewrite` keeps one statement per field; `append` touches nothing cached.
+            None is `rewrite`, and `append` over a server.
         scorecard: What is proved about this model.
         splice: `auto` splices where it pays and skips no notes.
         id: Name of the session in a tree of forks; "" makes a random one.
@@ -57,6 +58,7 @@ class Session(Draft):
     Raises:
         TemplateError: The template, a field or a value is wrong.
         UnknownSegmentError: A segment is used that is not given.
+        PlanError: The model's engine cannot do what is asked for; see its `abilities`.
 
     Example:
         >>> session = Session(model, messages=[{"role": "system", "content": "state: {{state}}"}],
@@ -76,7 +78,7 @@ class Session(Draft):
         strategy: str = "auto",
         num_seam_tokens: int | None = None,
         erratum: ErratumStyle | None = None,
-        erratum_mode: ErratumMode = "rewrite",
+        erratum_mode: ErratumMode | None = None,
         scorecard: Scorecard | None = None,
         splice: SplicePolicy = "auto",
         id: str = "",
@@ -84,8 +86,11 @@ class Session(Draft):
         self.model = model
         self.id = id or _random_id()
         self.parent_id: str | None = None
+        abilities = model.engine.abilities
         check_option("splice", splice, get_args(SplicePolicy))
-        check_option("erratum_mode", erratum_mode, get_args(ErratumMode))
+        abilities.check_splice(splice)
+        abilities.check_strategy(check_strategy(strategy))
+        mode = as_mode(erratum_mode, abilities)
         if text is not None and messages:
             raise TemplateError(
                 f"both text and {len(messages)} messages are given", hint="give one of them"
@@ -103,9 +108,9 @@ class Session(Draft):
             model,
             PromptState(template, dict(fields or {})),
             planner,
-            strategy=check_strategy(strategy),
+            strategy=strategy,
             style=erratum or ErratumStyle(),
-            mode=erratum_mode,
+            mode=mode,
             scorecard=scorecard,
         )
         self._references = References(model, self._talk.render)
@@ -117,10 +122,10 @@ class Session(Draft):
                     f"a value is given for {name!r}, no message or segment has that field",
                     hint=nearest(name, template.field_names),
                 )
-        if splice == "never":
-            self._talk.render(self._talk.base, False)
-        else:
+        if planner.splices:
             self._talk.compile(self._talk.base)
+        else:
+            self._talk.render(self._talk.base, False)
 
     # -- the cache -------------------------------------------------------------------------
 
@@ -170,6 +175,7 @@ class Session(Draft):
         Nothing is changed but that waiting changes are computed; it may run off the request
         path.
         """
+        self.model.engine.abilities.check_verify("full")
         with self._talk.undone_on_error():
             execution, prompt, _ = self._talk.run((), None, Stopwatch())
             checker = Checker(self._talk, "full", None)
@@ -181,10 +187,12 @@ class Session(Draft):
     def consolidate(self) -> Turn:
         """Make the cache clean by `suffix`: no errata, no stale notes. For idle time."""
         change = Edit({}, "suffix", consolidate=True)
+        watch = Stopwatch()
         with self._talk.undone_on_error():
-            execution, prompt, turn = self._talk.run((change,), None, Stopwatch())
+            execution, prompt, turn = self._talk.run((change,), None, watch)
             self._talk.keep(execution, prompt)
-        return replace(turn, op="consolidate", fallback_reason="consolidated: errata removed")
+        turn = replace(turn, op="consolidate", fallback_reason="consolidated: errata removed")
+        return told(turn, execution.exchange, watch)
 
     # -- on disk ---------------------------------------------------------------------------
 
@@ -310,6 +318,8 @@ class Session(Draft):
         watch: Stopwatch,
     ) -> Turn:
         talk = self._talk
+        if compare:
+            self.model.engine.abilities.check_held("compare=True")
         known = {message.id for message in talk.base.template.messages}
         encoded = encode_choices(self.model, choices) if choices is not None else None
         reserve = params.max_new_tokens if params else 0
@@ -324,14 +334,16 @@ class Session(Draft):
                 turn = self._references.compare(
                     turn, execution, prompt, talk.base, stale, choices, new_start
                 )
+            exchange = execution.exchange
             if params is None:
                 talk.keep(execution, prompt)
-                return turn
+                return told(turn, exchange, watch)
             answer = Reply(self.model, execution, params)
             del execution
             text = "".join(answer)
             talk.keep_reply(prompt, answer.message(self._new_id()), answer.cache)
-            return replace(turn, text=text, token_ids=answer.token_ids)
+            turn = replace(turn, text=text, token_ids=answer.token_ids)
+            return told(turn, exchange, watch)
 
 
 def _random_id() -> str:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import product
+from typing import get_args
 
+from kvnotes.engine.abilities import Abilities
 from kvnotes.errors import PlanError, TemplateError, UnknownFieldError, nearest
 from kvnotes.prompt import Message, PromptTemplate, SegmentText
-from kvnotes.session.edits import PromptState
+from kvnotes.session.edits import ErratumMode, PromptState
 
 _KEYS = ("role", "content", "id", "segment")
 
@@ -36,6 +38,19 @@ def as_message(value: Message | Mapping[str, str]) -> Message:
         id=value.get("id", ""),
         segment=value.get("segment"),
     )
+
+
+def as_mode(mode: ErratumMode | None, abilities: Abilities) -> ErratumMode:
+    """Return a mode of errata, by default the engine's own.
+
+    Raises:
+        PlanError: No such mode, or the engine has it not.
+    """
+    known: tuple[ErratumMode, ...] = get_args(ErratumMode)
+    chosen = abilities.erratum_modes[0] if mode is None else mode
+    check_option("erratum_mode", chosen, known)
+    abilities.check_erratum_mode(chosen)
+    return known[known.index(chosen)]
 
 
 def variant_values(state: PromptState, name: str | None = None) -> list[Mapping[str, str]]:

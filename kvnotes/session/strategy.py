@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvnotes.engine.abilities import Abilities
 from kvnotes.engine.base import Engine
 from kvnotes.errors import PlanError, SpecMismatchError, nearest
 from kvnotes.plan import DEFAULT_NUM_SEAM_TOKENS
@@ -100,7 +101,7 @@ def choose(
     edits = [o for o, _ in changes if isinstance(o, Edit)]
     verify = next((edit.verify for edit in edits if edit.verify), None)
     asked = [strategy for _, strategy in changes] or [default]
-    auto, evidence = _auto(scorecard, mode)
+    auto, evidence = _auto(scorecard, mode, engine.abilities)
     if not changes:
         evidence = Evidence("none", "nothing is changed: what is cached is kept")
     elif verify and "auto" in asked:
@@ -143,9 +144,12 @@ def ladder(strategy: str, mode: ErratumMode) -> tuple[str, ...]:
     return tuple(r for r in rungs if mode == "rewrite" or r != "refresh+erratum")
 
 
-def _auto(scorecard: Scorecard | None, mode: ErratumMode) -> tuple[str, Evidence]:
+def _auto(
+    scorecard: Scorecard | None, mode: ErratumMode, abilities: Abilities
+) -> tuple[str, Evidence]:
     if scorecard is None:
-        return "suffix", Evidence("none", "no scorecard for this model: exact by default")
+        kind = "none" if abilities.auto == "suffix" else "engine"
+        return abilities.auto, Evidence(kind, abilities.auto_because)
     shown = f"{scorecard.agreement_low:.2f} or more of {scorecard.num_items} items agree"
     if scorecard.agreement_low < MIN_AGREEMENT:
         return "suffix", Evidence(
@@ -154,5 +158,9 @@ def _auto(scorecard: Scorecard | None, mode: ErratumMode) -> tuple[str, Evidence
     if mode == "append" and scorecard.strategy == "refresh+erratum":
         return "suffix", Evidence(
             "scorecard", "refresh+erratum is proved, and append mode may not do it: exact"
+        )
+    if not abilities.allows(scorecard.strategy):
+        return "suffix", Evidence(
+            "scorecard", f"{scorecard.strategy} is proved, and needs more than {abilities.title}"
         )
     return scorecard.strategy, Evidence("scorecard", f"{scorecard.strategy}: {shown}")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 
 from kvnotes.engine.base import SamplingParams, Stopwatch
+from kvnotes.engine.exchange import Exchange
 from kvnotes.errors import EngineError
 from kvnotes.session.conversation import Conversation
-from kvnotes.session.reply import Reply
+from kvnotes.session.reply import Reply, told
 from kvnotes.session.report import Turn
 
 
@@ -28,6 +29,8 @@ class Stream(Iterator[str]):
         self, talk: Conversation, params: SamplingParams, new_id: Callable[[], str]
     ) -> None:
         self._turn: Turn | None = None
+        self._exchange: Exchange | None = None
+        self._watch = Stopwatch()
         self._pieces = self._generated(talk, params, new_id)
 
     def __next__(self) -> str:
@@ -41,21 +44,25 @@ class Stream(Iterator[str]):
     def turn(self) -> Turn:
         """What was reused, moved and computed before the first piece.
 
+        A server says what it had cached at the end.
+
         Raises:
             EngineError: Nothing was asked for yet.
         """
         if self._turn is None:
             raise EngineError("the stream has not begun", hint="read its turn after its text")
-        return self._turn
+        return told(self._turn, self._exchange, self._watch)
 
     def _generated(
         self, talk: Conversation, params: SamplingParams, new_id: Callable[[], str]
     ) -> Generator[str, None, None]:
-        watch = Stopwatch()
+        self._watch = Stopwatch()
         with talk.undone_on_error():
-            execution, prompt, self._turn = talk.run((), None, watch, reserve=params.max_new_tokens)
+            reserve = params.max_new_tokens
+            execution, prompt, self._turn = talk.run((), None, self._watch, reserve=reserve)
+            self._exchange = execution.exchange
             answer = Reply(talk.model, execution, params)
             del execution
-            with suppress(GeneratorExit):
+            with closing(answer), suppress(GeneratorExit):
                 yield from answer
             talk.keep_reply(prompt, answer.message(new_id()), answer.cache)

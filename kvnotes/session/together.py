@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from kvnotes.engine.base import SamplingParams, Stopwatch
 from kvnotes.errors import EngineError
-from kvnotes.session.reply import Reply
+from kvnotes.session.reply import Reply, told
 from kvnotes.session.report import Turn
 from kvnotes.session.session import Session
 
@@ -41,19 +41,21 @@ def generate_together(
         for session, chosen in zip(sessions, own, strict=True):
             talk = session._talk
             undo.enter_context(talk.undone_on_error())
-            reserve = chosen.max_new_tokens
-            execution, prompt, turn = talk.run((), None, Stopwatch(), reserve=reserve)
-            begun.append((session, prompt, turn, Reply(session.model, execution, chosen)))
-        replies = [reply for *_, reply in begun]
+            watch, reserve = Stopwatch(), chosen.max_new_tokens
+            execution, prompt, turn = talk.run((), None, watch, reserve=reserve)
+            said = execution.exchange, watch
+            begun.append((session, prompt, turn, Reply(session.model, execution, chosen), said))
+            del execution
+        replies = [reply for *_, reply, _ in begun]
         engine = sessions[0].model.engine
         for index, token_id in engine.together([reply.stream for reply in replies]):
             replies[index].push(token_id)
         turns = []
-        for session, prompt, turn, reply in begun:
+        for session, prompt, turn, reply, said in begun:
             reply.finish()
             session._talk.keep_reply(prompt, reply.message(session._new_id()), reply.cache)
             made = replace(turn, op="generate", text=reply.text, token_ids=reply.token_ids)
-            turns.append(made)
+            turns.append(told(made, *said))
         return turns
 
 

@@ -66,7 +66,7 @@ class Checker:
 
     def _decision(self, execution: Execution) -> int:
         if self._encoded is None:
-            return int(execution.last_logits().argmax())
+            return self._talk.model.engine.next_token(execution)
         scores = self._talk.model.engine.score(execution, self._encoded)
         return max(range(len(scores)), key=lambda i: scores[i])
 

@@ -8,3 +8,24 @@
 
 Importing this imports no vLLM: the plug-in runs in the processes of vLLM, the client anywhere.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvnotes.vllm.client import VLLMEngine
+    from kvnotes.vllm.connecting import connect
+
+_HOMES = {"VLLMEngine": "kvnotes.vllm.client", "connect": "kvnotes.vllm.connecting"}
+
+__all__ = ["VLLMEngine", "connect"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import names on first use: the plug-in takes nothing of the client."""
+    from importlib import import_module
+
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'kvnotes.vllm' has no attribute {name!r}")
