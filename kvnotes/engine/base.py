@@ -20,7 +20,7 @@ from torch import Tensor
 from kvnotes.engine.abilities import Abilities
 from kvnotes.engine.exchange import Exchange
 from kvnotes.errors import EngineError, OutOfCacheError, PlanError, UnsupportedModelError
-from kvnotes.plan import CostModel, Match, Plan, Reuse
+from kvnotes.plan import CostModel, Match, Plan, Reuse, Run
 from kvnotes.rope import Rotary
 from kvnotes.segment import KVCache, KVSegment
 from kvnotes.spec import ModelIdentity, ModelSpec
@@ -246,6 +246,10 @@ class Engine(ABC):
     def finish(self, start: Execution) -> None:
         """See to it that a plan is computed, if that waits until something is asked for."""
         del start  # what is executed here is computed
+
+    def recalled(self, run: Run) -> KVSegment | None:
+        """Return what stands for a run whose K/V are kept elsewhere; None: they are here."""
+        return None
 
     @abstractmethod
     def note_scores(

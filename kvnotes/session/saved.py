@@ -168,9 +168,11 @@ def save(
     if talk.live is not None:
         pieces = [run for saved in known for run in _own_runs(saved)]
         for view in talk.live.cache.layout:
-            for part, source in _stored(talk.live.cache, view, store, pieces):
+            keeps = talk.model.engine.abilities.holds_kv
+            for part, source in _stored(talk.live.cache, view, store, pieces, keeps=keeps):
                 views.append(lineage.view(part))
-                sources.append(source(lineage.run(part.run)))
+                if source is not None:
+                    sources.append(source(lineage.run(part.run)))
     record = SavedSession(
         id=id,
         parent_id=parent_id,
@@ -227,14 +229,16 @@ class _Lineage:
 
 
 def _stored(
-    cache: KVCache, view: Reuse, store: KVStore, pieces: Sequence[Run]
+    cache: KVCache, view: Reuse, store: KVStore, pieces: Sequence[Run], *, keeps: bool
 ) -> list[tuple[Reuse, Any]]:
     """Make sure that the K/V of a view are in the store.
 
     Returns:
         Views that together are this one, each with what makes its source's record from the
-        number of its run.
+        number of its run; no such thing where a server keeps the K/V.
     """
+    if not keeps:
+        return [(view, None)]
     segment = cache.source(view.run)
     key = store.has(segment.identity, view.run)
     if key is not None:
@@ -400,6 +404,9 @@ def _live(model: Model, store: KVStore, record: SavedSession) -> Live | None:
         return None
     runs = _runs(record)
     segments = [_loaded(model, store, source, runs[source.run]) for source in record.sources]
+    found = {source.run for source in record.sources}
+    elsewhere = [model.engine.recalled(runs[v.run]) for v in record.layout if v.run not in found]
+    segments += [segment for segment in elsewhere if segment is not None]
     layout = tuple(
         Reuse(runs[v.run], v.source_start, v.source_stop, v.target_start) for v in record.layout
     )

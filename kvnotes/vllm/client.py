@@ -127,7 +127,7 @@ class VLLMEngine(ShapeEngine):
 
     title = "a vLLM server"
     hint = "load the model itself with kvnotes.load for that"
-    dtype = torch.uint8
+    dtype = torch.float16  # of nothing: caches here are shapes
     rotaries = ()
     cost = ServerCost(math.nan, math.nan, math.nan, math.nan)
 
@@ -147,6 +147,10 @@ class VLLMEngine(ShapeEngine):
     def name(self, run: Run, name: str, variant: tuple[tuple[str, str], ...]) -> None:
         """Take note of what a run is called where the server has it."""
         self._segments[run] = (name, variant)
+
+    def recalled(self, run: Run) -> KVSegment:
+        """Return a stand-in: of a conversation that goes on, the server has what it still has."""
+        return self.stand_in(run)
 
     def unmovable(self, plan: Plan) -> tuple[Reuse, ...]:
         """Return what the server cannot reuse: all but what stands in front, and segments."""

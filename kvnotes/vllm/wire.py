@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -125,7 +125,7 @@ class Server:
         Lines end with a line feed alone: the JSON in them may hold other characters at which text
         is split into lines.
         """
-        rest = b""
+        rest, chunks = b"", iter(chunks)
         with self._explained(what):
             for chunk in chunks:
                 *lines, rest = (rest + chunk).split(b"\n")
@@ -134,6 +134,8 @@ class Server:
                         continue  # an empty line between events, or a comment to keep it alive
                     data = line[5:].strip()
                     if data == b"[DONE]":
+                        with suppress(_httpx().HTTPError):  # the reply is whole
+                            list(chunks)  # read to its end, a connection can be used again
                         return
                     event = _json(data, what)
                     if isinstance(event, dict) and event.get("error"):
@@ -148,6 +150,8 @@ class Server:
     def _explained(self, what: str) -> Iterator[None]:
         """Turn what httpx raises into one line that says both sides."""
         httpx = _httpx()
+        if self._client.is_closed:
+            raise EngineError(f"{what}: the model is closed", hint="connect to it again")
         try:
             yield
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
