@@ -88,7 +88,9 @@ class FakeVLLM:
     def prompts(self) -> list[list[int]]:
         """Prompts of the completion requests, in order, but for the probe."""
         found = [body["prompt"] for body in self.bodies if not isinstance(body["prompt"], str)]
-        return [p for prompt in found for p in (prompt if isinstance(prompt[0], list) else [prompt])]
+        return [
+            p for prompt in found for p in (prompt if isinstance(prompt[0], list) else [prompt])
+        ]
 
     # -- requests ------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ RUN = {"console", "python"}
 ELSEWHERE = {
     "cli": "tests/real/test_cli.py",  # runs the demo twice; that test does, once
     "lint": "tests/unit/test_cli_lint.py",
+    "vllm-client": "tests/vllm/test_client.py",  # with a server
 }
 """Pages whose commands another test runs."""
 PAGES = [

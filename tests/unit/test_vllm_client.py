@@ -380,32 +380,30 @@ def test_what_else_needs_the_cache_is_refused_by_name(
     assert len(server.bodies) == asked
 
 
-def test_verify_full_compares_decisions_and_escalates(
-    server: FakeVLLM, model: ServedModel
+@pytest.mark.parametrize("asked", [{"decide": ["yes", "no"]}, {"generate": FEW}])
+@pytest.mark.parametrize("obeys", [True, False])
+def test_verify_full_takes_what_decides_as_a_clean_prompt(
+    obeys: bool, asked: dict[str, Any], server: FakeVLLM, model: ServedModel
 ) -> None:
+    hashed = server.log_probs
+    yes, no = (model.tokenizer.encode(word)[0] for word in ("yes", "no"))
+
+    def decides(ids: tuple[int, ...]) -> np.ndarray:
+        text, row = model.tokenizer.decode(ids), hashed(ids).copy()
+        clean = "status: high" in text
+        row[[yes, no]] = (0, -50) if clean or (obeys and "STATE UPDATE" in text) else (-50, 0)
+        return row
+
     session = shop(model)
     session.user("Is it low?", generate=FEW)
+    server.log_probs = decides
     session.edit(status="high", verify="full")
-    turn = session.user("And now?", decide=["yes", "no"])
-    assert turn.verification is not None and turn.verification.level == "full"
-    assert turn.verification.rungs[0] == "erratum"
-    assert "refresh+erratum" not in turn.verification.rungs
-    # the model is random: both outcomes are right, if they are what a clean prompt decides
-    (clean,) = {tuple(p) for p in server.prompts if _is_clean(model, p)} or {None}
-    ids = {c: model.tokenizer.encode(c) for c in ("yes", "no")}
-    if turn.verification.rungs == ("erratum",) and clean is not None:
-        score = {
-            c: sum(server.log_probs((*clean, *i[:k]))[i[k]] for k in range(len(i)))
-            for c, i in ids.items()
-        }
-        assert turn.decision is not None and max(score, key=score.__getitem__) == (
-            turn.decision.chosen
-        )
-
-
-def _is_clean(model: ServedModel, prompt: list[int]) -> bool:
-    text = model.tokenizer.decode(prompt)
-    return "status: high" in text and "And now?" in text and text.endswith("assistant\n")
+    turn = session.user("And now?", **asked)
+    assert turn.verification is not None and turn.verification.agreed
+    assert turn.verification.rungs == (("erratum",) if obeys else ("erratum", "suffix"))
+    assert turn.token_ids[:1] in ((), (yes,))
+    assert turn.served is not None and turn.ttft_ms is not None
+    assert turn.ttft_ms > turn.served.ttft_ms
 
 
 def test_a_change_behind_which_something_stood_is_computed_again(
@@ -463,9 +461,7 @@ def test_a_sub_agents_prompt_is_computed_once_for_both(
     assert all((t.served.num_cached_tokens or 0) > 40 for t in turns if t.served)
 
 
-def test_consolidating_computes_the_clean_prompt_now(
-    server: FakeVLLM, model: ServedModel
-) -> None:
+def test_consolidating_computes_the_clean_prompt_now(server: FakeVLLM, model: ServedModel) -> None:
     session = shop(model)
     session.user("Is it low?", generate=FEW)
     session.edit(status="high")
@@ -485,7 +481,7 @@ def test_a_saved_session_goes_on_with_what_the_server_still_has(
     session = shop(server.connect(folder), id="talk")
     session.user("Is it low?", generate=FEW)
     session.save(store)
-    with pytest.raises(StorageError, match="no folder|needs a folder|no saved session"):
+    with pytest.raises(StorageError, match=r"no folder|no saved session"):
         session.save()
     loaded = Session.load(server.connect(folder), "talk", store)
     loaded.edit(status="high")
@@ -686,7 +682,7 @@ def test_which_model_is_served_has_to_be_clear(folder: Path) -> None:
     server = fake(served=("small", "large"))
     with pytest.raises(ServerError, match="serves small, large, and no model is named"):
         server.connect(folder)
-    with pytest.raises(ServerError, match="'lrge' is asked for, .* serves small, large") as caught:
+    with pytest.raises(ServerError, match=r"'lrge' is asked for, .* serves small, large") as caught:
         server.connect(folder, model="lrge")
     assert "large" in caught.value.hint
     model = server.connect(folder, model="large")
