@@ -90,7 +90,7 @@ def connect(
     model: str | None = None,
     tokenizer: str | None = None,
     chat_template: str | None = None,
-    api_key: str = "",
+    api_key: str | None = None,
     connect_seconds: float = CONNECT_SECONDS,
     read_seconds: float = READ_SECONDS,
     transport: httpx.BaseTransport | None = None,
@@ -103,7 +103,7 @@ def connect(
         tokenizer: Folder or name of the model whose tokenizer and chat template are used, as for
             `kvnotes.load`; its weights are not needed. None takes what the server says it serves.
         chat_template: Jinja text used in place of the tokenizer's own.
-        api_key: Key of the server, "" for none.
+        api_key: Key of the server; None for none.
         connect_seconds: Longest wait for a connection.
         read_seconds: Longest wait for the next byte of a reply.
         transport: Another way to reach it than the network, for tests.
@@ -118,7 +118,7 @@ def connect(
 
     server = Server(
         url,
-        api_key=api_key,
+        api_key=api_key or "",
         connect_seconds=connect_seconds,
         read_seconds=read_seconds,
         transport=transport,
