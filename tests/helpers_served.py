@@ -187,7 +187,7 @@ class FakeVLLM:
             return {}, ()
         found = [
             name
-            for name in wish["segments"]
+            for name in wish.get("segments", ())
             if (part := self.segments.get(name)) and _position(ids, part) is not None
         ]
         if not found:

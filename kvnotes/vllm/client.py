@@ -227,11 +227,19 @@ class VLLMEngine(ShapeEngine):
         if change is not None:
             said = {"start": change.start, "token_ids": list(change.token_ids)}
             return _Asked({"kv_transfer_params": {KEY: {_REFRESH: said}}}, names=(_REFRESH,))
-        views = [step.run for step in plan.steps if isinstance(step, Reuse)]
-        used = dict.fromkeys(self._segments[run] for run in views if run in self._segments)
+        seams: dict[Run, int] = {}
+        for step in plan.steps:
+            if isinstance(step, Reuse) and step.run in self._segments:
+                seams.setdefault(step.run, step.source_start)
+        used = [self._segments[run] for run in seams]
         names = tuple(dict.fromkeys(name for name, _ in used))
-        values = dict(pair for _, variant in used for pair in variant)
-        wish = {"segments": list(names), "values": values} if names else {"splice": False}
+        wish: dict[str, object] = {"splice": False}
+        if names:
+            wish = {
+                "segments": list(names),
+                "values": dict(pair for _, variant in used for pair in variant),
+                "num_seam_tokens": max(seams.values()),
+            }
         return _Asked({"kv_transfer_params": {KEY: wish}}, names=names)
 
     # -- the contract --------------------------------------------------------------------------

@@ -90,7 +90,7 @@ def connect(
     model: str | None = None,
     tokenizer: str | None = None,
     chat_template: str | None = None,
-    api_key: str = "",
+    api_key: str | None = None,
     refresh: bool = False,
     connect_seconds: float = CONNECT_SECONDS,
     read_seconds: float = READ_SECONDS,
@@ -104,7 +104,7 @@ def connect(
         tokenizer: Folder or name of the model whose tokenizer and chat template are used, as for
             `kvnotes.load`; its weights are not needed. None takes what the server says it serves.
         chat_template: Jinja text used in place of the tokenizer's own.
-        api_key: Key of the server, "" for none.
+        api_key: Key of the server; None for none.
         refresh: Allow `refresh` and `refresh+erratum`: what stood behind a changed field is used
             again. The server needs the plug-in, started with --allow-refresh.
         connect_seconds: Longest wait for a connection.
@@ -121,7 +121,7 @@ def connect(
 
     server = Server(
         url,
-        api_key=api_key,
+        api_key=api_key or "",
         connect_seconds=connect_seconds,
         read_seconds=read_seconds,
         transport=transport,

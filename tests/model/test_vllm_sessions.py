@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,16 +28,18 @@ def computed(model: Model) -> LogProbs:
     return log_probs
 
 
-@pytest.fixture(scope="module", params=["smollm2", "mistral", "gemma"])
+@pytest.fixture(scope="module", params=["smollm2", "qwen25", "gemma"])
 def pair(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Model, Model, FakeVLLM]:
     """The embedded model, and one over a server that computes with it."""
-    family = request.param
+    return both(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def both(family: str, folder: Path) -> tuple[Model, Model, FakeVLLM]:
     embedded = tiny_model(family)
     server = fake(family, log_probs=computed(embedded))
-    folder = tokenizer_folder(tmp_path_factory.mktemp(family), family)
-    return embedded, server.connect(folder), server
+    return embedded, server.connect(tokenizer_folder(folder, family)), server
 
 
 def converse(model: Model, strategy: str) -> tuple[Session, list[Turn]]:
@@ -91,3 +94,15 @@ def test_what_a_plan_says_is_reused_is_what_the_server_had(
         # whole blocks, and of the last turn's prompt also what the history has not kept
         assert turn.served.num_cached_tokens > turn.plan.tokens.reused - BLOCK
     assert session.exact
+
+
+@pytest.mark.parametrize("family", ["mistral", "llama3"])
+def test_what_a_template_moves_is_computed_and_that_is_said(family: str, tmp_path: Path) -> None:
+    """One puts system text before the last question, the other trims what was generated."""
+    embedded, served, _ = both(family, tmp_path)
+    pairs = list(zip(converse(embedded, "erratum")[1], converse(served, "erratum")[1], strict=True))
+    assert any("R'" in moved.plan.shape for moved, _ in pairs)
+    for moved, turn in pairs:
+        assert turn.plan.exact and "R'" not in turn.plan.shape
+        said = "behind_a_change:not_on_a_server:computed" in turn.notices
+        assert said == ("R'" in moved.plan.shape)

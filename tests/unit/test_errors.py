@@ -37,6 +37,7 @@ PARENTS = {
     "UnknownSegmentError": "PlanError",
     "LineageError": "PlanError",
     "OutOfCacheError": "EngineError",
+    "ServerError": "EngineError",
 }
 
 

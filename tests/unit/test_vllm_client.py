@@ -591,7 +591,9 @@ def test_segments_are_named_to_the_plug_in_and_its_splice_is_reported(folder: Pa
     turn = session.user("And now?", generate=FEW)
     assert turn.served is not None and turn.served.num_spliced_tokens is not None
     assert turn.served.num_cached_tokens is not None  # asked before the stream, which is silent
-    assert set(map(str, wishes(server))) == {str({"segments": ["policy@2"], "values": {}})}
+    seam = {"num_seam_tokens": session._talk.planner.num_seam_tokens}
+    assert wishes(server)[0] == {"segments": ["policy@2"], "values": {}, **seam}
+    assert all(wish == wishes(server)[0] for wish in wishes(server))
 
 
 def test_a_segment_that_the_server_has_not_is_computed_and_that_is_said(folder: Path) -> None:
@@ -632,7 +634,15 @@ def test_a_variant_is_chosen_by_the_values_of_its_preamble(folder: Path) -> None
         segments={"policy": text},
     )
     session.user("Is it low?", decide=["yes", "no"])
-    assert wishes(server)[0] == {"segments": ["policy"], "values": {"status": "low"}}
+    assert wishes(server)[0]["segments"] == ["policy"]
+    assert wishes(server)[0]["values"] == {"status": "low"}
+
+
+def test_the_seam_of_a_session_is_the_servers_too(folder: Path) -> None:
+    server = fake(segments={})
+    session = with_policy(server.connect(folder), num_seam_tokens=7)
+    session.user("Is it low?", decide=["yes", "no"])
+    assert wishes(server)[0]["num_seam_tokens"] == 7
 
 
 @pytest.mark.parametrize("strategy", ["reprefill"])
