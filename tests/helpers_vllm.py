@@ -105,6 +105,7 @@ class Served:
             "model": str(self.model_file),
             "store": str(self.folder / "store"),
             "allow_compile": True,
+            "deadline_seconds": 120.0,  # on a busy machine too, nothing is given up
             **options.pop("extra", {}),
         }
         options = {"scheduler_cls": SCHEDULER, **options}
