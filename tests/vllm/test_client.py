@@ -165,7 +165,6 @@ def test_a_stream_comes_piece_by_piece_and_says_the_same(model: ServedModel) -> 
 def test_closing_a_stream_aborts_the_request(model: ServedModel, server: RunningServer) -> None:
     session = shop(model)
     session.user("Write a long story about a river.")
-    aborted = server.metric("vllm:request_success_total", 'finished_reason="abort"')
     generated = server.metric("vllm:generation_tokens_total")
     stream = session.stream(SamplingParams(max_new_tokens=2000))
     said = next(stream) + next(stream)
@@ -175,16 +174,18 @@ def test_closing_a_stream_aborts_the_request(model: ServedModel, server: Running
             break
         time.sleep(0.1)
     assert server.metric("vllm:num_requests_running") == 0
-    assert server.metric("vllm:request_success_total", 'finished_reason="abort"') == aborted + 1
-    assert server.metric("vllm:generation_tokens_total") - generated < 200
+    done = server.metric("vllm:generation_tokens_total")
+    assert 2 <= done - generated < 500
+    time.sleep(1)
+    assert server.metric("vllm:generation_tokens_total") == done
     assert session.messages[-1].content == said
     assert session.user("Go on.", generate=FEW).text
 
 
 def test_end_tokens_and_seeds_are_the_sessions(model: ServedModel) -> None:
     (end,) = model.tokenizer.eos_ids
-    ids = model.tokenizer.encode("<|im_start|>user\nSay ok.<|im_end|>\n<|im_start|>assistant\n")
-    start = model.engine.execute(Plan.prefill(ids))
+    text = f"<|im_start|>user\n{QUESTIONS[0]}<|im_end|>\n<|im_start|>assistant\n"
+    start = model.engine.execute(Plan.prefill(model.tokenizer.encode(text)))
     said = tuple(model.engine.generate(start, SamplingParams(200), frozenset({end})))
     assert said[-1] == end and end not in said[:-1]
     beyond = tuple(model.engine.generate(start, SamplingParams(len(said) + 5), frozenset()))
