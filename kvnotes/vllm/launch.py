@@ -63,7 +63,7 @@ class Plugin:
         num_seam_tokens: Tokens recomputed at each splice.
         min_tokens: Shorter segments are not spliced.
         allow_compile: Whether requests may compile segments.
-        allow_refresh: Whether they may use what was computed behind a field that has changed.
+        allow_refresh: Whether requests may use what was computed behind a field that has changed.
         jump: How the scheduler loads in the middle of a prompt.
         any_place: Whether segments may stand anywhere: our scheduler. vLLM's own loads once, right
             behind what its prefix cache holds.

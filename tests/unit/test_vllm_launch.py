@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -76,14 +77,21 @@ def test_a_stock_server_gets_its_model_and_no_plugin() -> None:
 
 
 def test_the_plugin_gets_what_it_was_told_and_can_read_it(tmp_path: Path) -> None:
-    plugin = Plugin(store=tmp_path, tenant="shop", num_seam_tokens=4, allow_compile=True)
+    plugin = Plugin(
+        store=tmp_path,
+        tenant="shop",
+        num_seam_tokens=4,
+        allow_compile=True,
+        allow_refresh=True,
+    )
     found = given(ServerOptions(model="m", plugin=plugin))
     config = json.loads(said(found, "--kv-transfer-config"))
     assert config["kv_connector"] == "KVNotesConnector" and config["kv_role"] == "kv_both"
     assert config["kv_load_failure_policy"] == "recompute"
     read = ConnectorConfig.of(config["kv_connector_extra_config"])
     assert (read.model, read.store, read.tenant) == (DESCRIPTION, tmp_path, "shop")
-    assert read.num_seam_tokens == 4 and read.allow_compile and read.remote is None
+    assert read.num_seam_tokens == 4 and read.remote is None
+    assert read.allow_compile and read.allow_refresh
     assert said(found, "--scheduler-cls") == "kvnotes.vllm.scheduler.KVNotesScheduler"
 
 
@@ -224,6 +232,14 @@ def alive(pid: int) -> bool:
         return False
 
 
+def ended(pid: int) -> bool:
+    """Whether a process ends within a moment."""
+    until = time.monotonic() + 5
+    while alive(pid) and time.monotonic() < until:
+        time.sleep(0.02)
+    return not alive(pid)
+
+
 def child_of(made: Server) -> int:
     return int(made.launch.log.read_text().split()[1])
 
@@ -235,7 +251,7 @@ def test_a_server_answers_inside_the_block_and_is_gone_with_its_children_after(
         assert running.answers() and running.url.startswith("http://127.0.0.1:")
         child = child_of(running)
         assert alive(child)
-    assert not running.answers() and not alive(child)
+    assert not running.answers() and ended(child)
     running.stop()
 
 
@@ -245,21 +261,21 @@ def test_a_server_that_does_not_end_by_itself_is_ended(
     monkeypatch.setattr(launch, "STOP_SECONDS", 0.3)
     with server(tmp_path, "stubborn") as running:
         child = child_of(running)
-    assert not running.answers() and not alive(child)
+    assert not running.answers() and ended(child)
 
 
 def test_a_server_that_ends_says_why(tmp_path: Path) -> None:
     made = server(tmp_path, "ends")
     with pytest.raises(EngineError, match=r"ended with code 3 before it answered.*no such model"):
         made.start()
-    assert not alive(child_of(made))
+    assert ended(child_of(made))
 
 
 def test_a_server_that_never_answers_is_ended(tmp_path: Path) -> None:
     made = server(tmp_path, "silent", start_s=1.0)
     with pytest.raises(EngineError, match="did not answer within 1 s"):
         made.start()
-    assert not alive(child_of(made))
+    assert ended(child_of(made))
 
 
 def test_a_log_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:

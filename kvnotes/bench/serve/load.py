@@ -221,15 +221,15 @@ class Tally:
         """Why others failed."""
         return [record.error for record in self.records if record.error]
 
-    def ttft_ms(self, percent: float) -> float | None:
+    def ttft_ms(self, percent: int) -> float | None:
         """Return a percentile of the time to the first token; None if none was done."""
         return percentile([r.first * 1e3 for r in self.done if r.first is not None], percent)
 
-    def e2e_ms(self, percent: float) -> float | None:
+    def e2e_ms(self, percent: int) -> float | None:
         """Return a percentile of the time to the last token."""
         return percentile([r.end * 1e3 for r in self.done], percent)
 
-    def per_second(self, number: float) -> float:
+    def per_second(self, number: int) -> float:
         """Return a number as one per second."""
         return number / self.wall_s if self.wall_s else 0.0
 
@@ -239,7 +239,7 @@ class Tally:
         return self.per_second(good)
 
 
-def percentile(values: Sequence[float], percent: float) -> float | None:
+def percentile(values: Sequence[float], percent: int) -> float | None:
     """Return the value that so many percent of all do not exceed: one of them (nearest rank)."""
     if not values:
         return None

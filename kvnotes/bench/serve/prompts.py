@@ -80,10 +80,7 @@ _RULES = (
     ),
 )
 _FIRST_SECOND, _STEP_SECONDS = 8 * 3600, 7
-_READ = (
-    "What is the status of this order now: pending, shipped, delivered or cancelled? Answer with "
-    "one word."
-)
+_READ = "Please look it up for me: what is the status of this order now?"
 _READ_CUE = "The status of the order is"
 _RULE_CUE = "The answer is"
 _YES_NO = ("yes", "no")
@@ -125,17 +122,18 @@ def fork_of(tokenizer: PromptTokenizer, ask: Ask) -> Fork:
     Raises:
         PlanError: Two of them go on alike: which is meant cannot be told by one token.
     """
-    given = [tokenizer.encode(f"{ask.cue} {choice}") for choice in ask.choices]
-    same = 0
-    while all(len(ids) > same for ids in given) and len({ids[same] for ids in given}) == 1:
-        same += 1
-    found = tuple(ids[same] for ids in given if len(ids) > same)
-    if len(set(found)) < len(ask.choices):
-        raise PlanError(
-            f"with this tokenizer two of the answers {', '.join(ask.choices)} begin alike",
-            hint="use another model",
-        )
-    return Fork(given[0][:same], found)
+    for quote in ("", '"'):  # behind a quote a tokenizer begins with the word's own letter
+        given = [tokenizer.encode(f"{ask.cue} {quote}{choice}") for choice in ask.choices]
+        same = 0
+        while all(len(ids) > same for ids in given) and len({ids[same] for ids in given}) == 1:
+            same += 1
+        found = tuple(ids[same] for ids in given if len(ids) > same)
+        if len(set(found)) == len(ask.choices):
+            return Fork(given[0][:same], found)
+    raise PlanError(
+        f"with this tokenizer two of the answers {', '.join(ask.choices)} begin alike",
+        hint="use another model",
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import random
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -108,6 +110,11 @@ class Decision:
         """Index of the likeliest choice."""
         return self.scores.index(max(self.scores))
 
+    @property
+    def margin(self) -> float:
+        """Log-probability of the right choice over that of the old value, the last one."""
+        return self.scores[self.ask.right] - self.scores[-1]
+
     def gap(self, other: Decision) -> float:
         """Return the largest distance between log-probabilities among the choices, in nats."""
         here, there = _among(self.scores), _among(other.scores)
@@ -171,9 +178,10 @@ LOAD_NOTE = (
 DECISION_NOTE = (
     "The likeliest of the choices behind the beginning of a reply, by the same cached prompts, "
     "against a clean prefill with the new value (prefix, 0 %). gap: largest distance of "
-    "log-probabilities among the choices, in nats, mean over questions. right: the field's value "
-    "read, and a rule about it applied; no change shows what the old value alone answers. 95 % "
-    "Wilson intervals."
+    "log-probabilities among the choices, in nats, mean over questions. recovery: of the margin of "
+    "the new value over the old one, the part of the way from no change (0) to the clean prefill "
+    "(1), where the field is read, with a 95 % bootstrap interval. right: the field's value read, "
+    "and a rule about it applied, whatever the others say. interval: 95 %, Wilson."
 )
 RATIO_NOTE = (
     "TTFT p90 and requests per second of the value in the prefix (0 %) over those of each arm, and "
@@ -278,12 +286,43 @@ def _decisions(found: Found) -> list[dict[str, Any]]:
             row["interval"] = f"{low:.2f}-{high:.2f}"
             gaps = [d.gap(clean[d.ask.value]) for d in chosen]
             row["gap"] = round(statistics.fmean(gaps), 3)
+            row["recovery"] = _recovery(mine, arm)
             for kind in ("status", "rule"):
                 some = [d for d in chosen if d.ask.kind == kind]
                 right = sum(d.chosen == d.ask.right for d in some)
                 row[f"right, {kind}"] = f"{right} / {len(some)}"
             rows.append(row)
     return rows
+
+
+def _recovery(decisions: Sequence[Decision], arm: str) -> str | None:
+    """Return how far an arm moves from the old value to the new one, of what a clean prefill does.
+
+    Margins of the new value over the old one where the field is read; a bootstrap interval over
+    questions.
+    """
+    by_arm: dict[str, dict[str, float]] = {}
+    for decision in decisions:
+        if decision.ask.kind == "status":
+            by_arm.setdefault(decision.arm, {})[decision.ask.value] = decision.margin
+    stale, clean, own = (by_arm.get(name, {}) for name in ("no change", REFERENCE.name, arm))
+    asked = [value for value in own if value in stale and value in clean]
+    if not asked:
+        return None
+
+    def ratio(values: Sequence[str]) -> float:
+        moved = sum(own[value] - stale[value] for value in values)
+        whole = sum(clean[value] - stale[value] for value in values)
+        return moved / whole if whole else math.nan
+
+    rng = random.Random(0)
+    draws = sorted(ratio(rng.choices(asked, k=len(asked))) for _ in range(_DRAWS))
+    low, high = draws[_DRAWS // 40], draws[-_DRAWS // 40]
+    return f"{ratio(asked):.2f} [{low:.2f}, {high:.2f}]"
+
+
+_DRAWS = 2000
+"""Of the bootstrap."""
 
 
 def _generator(found: Found) -> list[dict[str, Any]]:
