@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from itertools import pairwise, product
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import torch
 from helpers_laws import BEARTYPE_IN_STRATEGIES, laws
 from helpers_served import BLOCK, FakeVLLM, fake, tokenizer_folder
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvnotes import KVStore, SamplingParams, SegmentText, Session, generate_together
@@ -142,6 +143,33 @@ def test_a_stream_that_is_closed_is_aborted_and_its_text_stays(
     assert kept and server.prompts[-1][: len(prompt) + len(kept)] == [*prompt, *kept]
 
 
+def test_closing_a_generation_closes_its_connection_at_once(
+    server: FakeVLLM, model: ServedModel
+) -> None:
+    start = model.engine.execute(Plan.prefill(model.tokenizer.encode("The stock is 12 units.")))
+    generation = model.engine.generate(start, SamplingParams(50))
+    tokens = iter(generation)
+    said = [next(tokens), next(tokens)]
+    generation.close()
+    assert server.aborted == 1
+    assert list(tokens) == [] and list(generation.token_ids) == said
+    assert generation.cache.length == start.cache.length + 1
+
+
+def test_the_time_to_the_first_token_is_that_of_the_reply(
+    server: FakeVLLM, model: ServedModel
+) -> None:
+    server.fail = lambda request: time.sleep(0.2)
+    session = shop(model)
+    turns = [session.user("Is it low?", generate=FEW), session.decide(["yes", "no"])]
+    for turn in turns:
+        assert turn.served is not None and turn.ttft_ms is not None
+        assert turn.ttft_ms > turn.served.ttft_ms > 200
+    stream = session.stream(FEW)
+    next(stream)
+    assert (stream.turn.ttft_ms or 0) > 200
+
+
 def test_a_stop_string_aborts_what_would_come_behind_it(
     server: FakeVLLM, model: ServedModel
 ) -> None:
@@ -243,6 +271,9 @@ def test_scores_are_summed_log_probabilities_of_the_choices(
 
 
 @laws(60)
+@example([[i, 300 - i] for i in range(200)])
+@example([[i, 4 * i + k] for i in range(50) for k in range(4)])
+@example([[7, i] for i in range(200)])
 @given(st.lists(st.lists(st.integers(0, 300), min_size=1, max_size=3), min_size=1, max_size=200))
 def test_every_step_of_every_choice_is_asked_for_within_the_servers_limits(
     choices: list[list[int]],
